@@ -1,0 +1,16 @@
+"""Imported once by the fork server, so that every test rank starts warm."""
+
+import contextlib
+import io
+import os
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(ImportError):
+    import deepspeed
+    import torch
+    import torch._dynamo
+    import torch.distributed.tensor
+    from deepspeed.runtime.zero.muon import original_muon
+
+    deepspeed.utils.logger.setLevel("WARNING")
+    torch.set_num_threads(1)
