@@ -1,0 +1,144 @@
+"""Attention over K/V blocks that other ranks hold: one loop, driven by the steps of a `SequencePlan`.
+
+Shapes here are ring-local: q [b, S/ring, nq, d], k, v [b, S/ring, nkv, d]. Partial results are merged in fp32 by a
+max-shifted log-sum-exp; the backward recomputes only each block's probabilities, from the saved (out, lse).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid5d.context_parallel.comm import Traffic
+from hybrid5d.context_parallel.kernels import Kernel
+from hybrid5d.context_parallel.transport import GatherTransport, Part, RingTransport, Transport, accumulate_dtype
+from hybrid5d.parallel.context import Axis
+from hybrid5d.plan.sequence import SequencePlan, Step
+from hybrid5d.plan.sequence_blocks import Block
+
+
+@dataclass(frozen=True)
+class RingSetup:
+    """Everything but tensors that one attention call needs."""
+
+    axis: Axis
+    plan: SequencePlan
+    kernel: Kernel
+    scale: float
+    window: int | None = None
+    traffic: Traffic | None = None
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """This rank's program."""
+        return self.plan.steps(self.axis.rank, self.window)
+
+    def transport(self) -> Transport:
+        """A fresh one for one pass."""
+        if self.plan.ring == 1:
+            kind: type[Transport] = Transport
+        else:
+            kind = GatherTransport if self.plan.method == "all_gather" else RingTransport
+        return kind(self.axis, self.plan, self.window, self.traffic)
+
+
+class Merge:
+    """Running (out, lse) of the local queries in fp32."""
+
+    def __init__(self, q: Tensor):
+        self._q = q
+        self._out: Tensor | None = None  # [b, s, nq, d]
+        self._lse: Tensor | None = None  # [b, nq, s]
+
+    def add(self, block: Block, out: Tensor, lse: Tensor) -> None:
+        """Merge a block's result into its rows: weights from the difference of the two lse, so nothing overflows."""
+        out = out.to(accumulate_dtype(out.dtype))
+        if self._out is None or self._lse is None:
+            if block.q1 - block.q0 == self._q.shape[1]:
+                self._out, self._lse = out, lse
+                return
+            self._out, self._lse = self._empty(lse.dtype)
+        rows = slice(block.q0, block.q1)
+        if block.first:
+            self._out[:, rows] = out
+            self._lse[:, :, rows] = lse
+            return
+        old = self._lse[:, :, rows]
+        weight = torch.sigmoid(lse - old).transpose(1, 2).unsqueeze(-1)  # [b, m, nq, 1]
+        self._out[:, rows].lerp_(out, weight)
+        old.copy_(torch.logaddexp(old, lse))
+
+    def _empty(self, lse_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        b, s, heads, d = self._q.shape
+        out = self._q.new_zeros((b, s, heads, d), dtype=accumulate_dtype(self._q.dtype))  # padding rows stay zero
+        lse = self._q.new_full((b, s, heads), float("-inf"), dtype=lse_dtype)
+        return out, lse.transpose(1, 2)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """out in the queries' dtype, and lse; zeros in rows where no block came."""
+        if self._out is None or self._lse is None:
+            self._out, self._lse = self._empty(accumulate_dtype(self._q.dtype))
+        return self._out.to(self._q.dtype), self._lse
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, setup: RingSetup) -> Tensor:
+        merge, steps, transport = Merge(q), setup.steps, setup.transport()
+        transport.start(k, v)
+        for i in range(transport.hops + 1):
+            keys, values = transport.fetch(i)
+            for block in steps[i].blocks:
+                rows, cols = slice(block.q0, block.q1), slice(block.k0, block.k1)
+                merge.add(block, *setup.kernel.forward(q[:, rows], keys[:, cols], values[:, cols], block, setup.scale))
+        out, lse = merge.result()
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.setup = setup
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        setup: RingSetup = ctx.setup
+        dout = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
+        steps, transport = setup.steps, setup.transport()
+        transport.start(k, v)
+        dq: Tensor | None = None
+        home: list[Part] = []
+        for i in range(transport.hops + 1):
+            keys, values = transport.fetch(i)
+            parts: list[Part] = []
+            for block in steps[i].blocks:
+                rows, cols = slice(block.q0, block.q1), slice(block.k0, block.k1)
+                dq_block, dk, dv = setup.kernel.backward(
+                    dout[:, rows], q[:, rows], keys[:, cols], values[:, cols], out[:, rows], lse[:, :, rows],
+                    block, setup.scale,
+                )  # fmt: skip
+                dq = _add_rows(dq, block, dq_block, q)
+                parts.append((block, dk, dv))
+            if i == 0:
+                home = parts
+            else:
+                transport.send_grad(i, parts)
+        dk, dv = transport.collect(home)
+        return (torch.zeros_like(q) if dq is None else dq.to(q.dtype)), dk.to(k.dtype), dv.to(v.dtype), None
+
+
+def _add_rows(dq: Tensor | None, block: Block, part: Tensor, q: Tensor) -> Tensor:
+    if dq is None:
+        if block.q1 - block.q0 == q.shape[1]:
+            return part.to(accumulate_dtype(q.dtype))
+        dq = torch.zeros_like(q, dtype=accumulate_dtype(q.dtype))
+    dq[:, block.q0 : block.q1] += part
+    return dq
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, setup: RingSetup) -> Tensor:
+    """q [b, S/ring, nq, d], k, v [b, S/ring, nkv, d] -> [b, S/ring, nq, d]; differentiable.
+
+    Forward moves K/V (as kv heads) over the ring axis; backward moves them again, and dK/dV in fp32.
+    """
+    return _RingAttention.apply(q, k, v, setup)
