@@ -1,0 +1,151 @@
+"""Tokenised samples on disk: one flat memory-mapped array of tokens, offsets per sample, targets beside it.
+
+Files of a store folder: `tokens.bin`, `offsets.npy` [n+1], `origins.npy` [n, 2] (file index, line), `meta.json`, and
+`mask.bin` (uint8: token is a target) or `labels.bin` (int32, aligned with the tokens) where not every token is one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+
+from hybrid5d.data.types import IGNORE_INDEX
+
+FORMAT_VERSION = 1
+Targets = Literal["all", "mask", "labels"]
+_TARGET_FILES: dict[str, tuple[str, type[np.generic]]] = {
+    "mask": ("mask.bin", np.uint8),
+    "labels": ("labels.bin", np.int32),
+}
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The smallest unsigned type that holds every token id."""
+    return np.dtype(np.uint16) if vocab_size <= 1 << 16 else np.dtype(np.int32)
+
+
+def _create(path: Path) -> BinaryIO:
+    return open(path, "wb", buffering=1 << 20)
+
+
+class StoreWriter:
+    """Writes samples one after another; memory use is 20 bytes a sample, whatever their length.
+
+    A sample may arrive in several pieces: `append(ids, targets)` any number of times, then `end_sample(file, line)`.
+    """
+
+    def __init__(self, folder: Path, *, vocab_size: int, targets: Targets):
+        self.folder, self.vocab_size, self.targets = folder, vocab_size, targets
+        self._dtype = token_dtype(vocab_size)
+        self._tokens: BinaryIO = _create(folder / "tokens.bin")
+        self._extra: BinaryIO | None = None
+        if targets != "all":
+            self._extra = _create(folder / _TARGET_FILES[targets][0])
+        self._offsets = array("q", [0])
+        self._origins = array("i")
+        self._pending = 0
+
+    def append(self, ids: np.ndarray, targets: np.ndarray | None = None) -> None:
+        self._tokens.write(np.ascontiguousarray(ids, dtype=self._dtype).data)
+        if self._extra is not None:
+            assert targets is not None and targets.shape == ids.shape
+            self._extra.write(np.ascontiguousarray(targets, dtype=_TARGET_FILES[self.targets][1]).data)
+        self._pending += int(ids.shape[0])
+
+    def end_sample(self, file_index: int, line: int) -> None:
+        self._offsets.append(self._offsets[-1] + self._pending)
+        self._origins.extend((file_index, line))
+        self._pending = 0
+
+    def close(self, meta: dict[str, Any]) -> None:
+        """Flushes everything to the disk; `meta.json` is written last."""
+        assert self._pending == 0, "a sample was begun and not ended"
+        for handle in (self._tokens, self._extra):
+            if handle is not None:
+                handle.flush()
+                os.fsync(handle.fileno())
+                handle.close()
+        np.save(self.folder / "offsets.npy", np.frombuffer(self._offsets, dtype=np.int64))
+        np.save(self.folder / "origins.npy", np.frombuffer(self._origins, dtype=np.int32).reshape(-1, 2))
+        body = {
+            **meta,
+            "format": FORMAT_VERSION,
+            "vocab_size": self.vocab_size,
+            "targets": self.targets,
+            "num_samples": len(self._offsets) - 1,
+            "num_tokens": self._offsets[-1],
+        }
+        with open(self.folder / "meta.json", "w", encoding="utf-8") as f:
+            json.dump(body, f, indent=1)
+            f.flush()
+            os.fsync(f.fileno())
+
+    def abort(self) -> None:
+        for handle in (self._tokens, self._extra):
+            if handle is not None:
+                handle.close()
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """A finished store, memory-mapped.
+
+    Attributes:
+        tokens: [num_tokens], memory-mapped.
+        extra: [num_tokens] mask or labels, None when every token is a target.
+        offsets: [num_samples + 1] int64.
+        origins: [num_samples, 2]: index of the source file, line (or item) in it.
+    """
+
+    tokens: np.ndarray
+    extra: np.ndarray | None
+    offsets: np.ndarray
+    origins: np.ndarray
+    meta: dict[str, Any]
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.offsets.shape[0]) - 1
+
+    def labels(self, start: int, stop: int) -> np.ndarray:
+        """[stop - start] int64 labels aligned with the tokens (not shifted), IGNORE_INDEX where there is no target."""
+        if self.extra is None:
+            return self.tokens[start:stop].astype(np.int64)
+        if self.meta["targets"] == "labels":
+            return self.extra[start:stop].astype(np.int64)
+        return np.where(self.extra[start:stop] != 0, self.tokens[start:stop].astype(np.int64), IGNORE_INDEX)
+
+
+def open_store(folder: Path) -> TokenStore | None:
+    """The store in `folder`, or None where there is none or its files do not have the sizes that meta.json states."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        if meta["format"] != FORMAT_VERSION:
+            return None
+        num_tokens, num_samples = int(meta["num_tokens"]), int(meta["num_samples"])
+        tokens = _open_flat(folder / "tokens.bin", token_dtype(meta["vocab_size"]), num_tokens)
+        extra = None
+        if meta["targets"] != "all":
+            name, kind = _TARGET_FILES[meta["targets"]]
+            extra = _open_flat(folder / name, np.dtype(kind), num_tokens)
+        offsets = np.load(folder / "offsets.npy", mmap_mode="r")
+        origins = np.load(folder / "origins.npy", mmap_mode="r")
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if offsets.shape != (num_samples + 1,) or origins.shape != (num_samples, 2) or int(offsets[-1]) != num_tokens:
+        return None
+    return TokenStore(tokens, extra, offsets, origins, meta)
+
+
+def _open_flat(path: Path, dtype: np.dtype[Any], count: int) -> np.ndarray:
+    if path.stat().st_size != count * dtype.itemsize:
+        raise ValueError(f"{path}: not {count} items")
+    if count == 0:  # an empty file cannot be mapped
+        return np.empty(0, dtype=dtype)
+    return np.memmap(path, dtype=dtype, mode="r", shape=(count,))
