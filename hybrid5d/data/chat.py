@@ -126,9 +126,7 @@ class ChatEncoder:
             out.append((ids, mask))
         return out
 
-    def _render(
-        self, conversations: Sequence[list[Message]]
-    ) -> list[tuple[str, list[tuple[int, int]]] | BadRecord]:
+    def _render(self, conversations: Sequence[list[Message]]) -> list[tuple[str, list[tuple[int, int]]] | BadRecord]:
         assert isinstance(self.tokenizer, FastTokenizer)
         out: list[tuple[str, list[tuple[int, int]]] | BadRecord] = []
         for messages in conversations:

@@ -137,9 +137,7 @@ def _closing_length(after: str, profile: TemplateProfile) -> int:
     return next((len(c) for c in profile.closings if after.startswith(c)), 0)
 
 
-def _span_of_turn(
-    renderer: Renderer, profile: TemplateProfile, messages: list[Message], turn: int, text: str
-) -> Span:
+def _span_of_turn(renderer: Renderer, profile: TemplateProfile, messages: list[Message], turn: int, text: str) -> Span:
     """The span of one turn, for templates that look into the answer (reasoning, tools) or add to it.
 
     Rendered with a mark as this answer alone, the text around the mark is the text around the answer, unless the

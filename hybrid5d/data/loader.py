@@ -165,9 +165,7 @@ class EvalLoader(Loader):
 
 def dummy_document() -> Document:
     """One token without a target: what a row that only fills up a batch consists of."""
-    return Document(
-        input_ids=np.zeros(1, np.int64), labels=np.full(1, IGNORE_INDEX, np.int64), row_id=DUMMY_ROW_ID
-    )
+    return Document(input_ids=np.zeros(1, np.int64), labels=np.full(1, IGNORE_INDEX, np.int64), row_id=DUMMY_ROW_ID)
 
 
 def _check_budget(dataset: Dataset, options: LoaderOptions) -> None:
