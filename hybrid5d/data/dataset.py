@@ -148,8 +148,12 @@ def _rows(store: TokenStore, sources: list[SourceFile], options: DataOptions, bu
     truncated = dropped = 0
     if options.type == "text":
         starts, lengths = _chunks(offsets[:-1], sizes, seq_length)
+        without_target = 0
     else:
-        starts, lengths, truncated, dropped = _fit(store, sizes, sources, replace(options, seq_length=seq_length))
+        kept, truncated, dropped = _fit(store, sizes, sources, replace(options, seq_length=seq_length))
+        starts, lengths = offsets[:-1][kept], np.minimum(sizes[kept], seq_length)
+        first_target = np.asarray(store.samples[:, 2])[kept]
+        without_target = int(((first_target < 0) | (first_target >= lengths)).sum())
     if not len(lengths) and not options.allow_empty:
         counts = f"samples: {store.num_samples}, dropped as too long: {dropped}"
         raise DataError(f"{', '.join(options.paths)}: no row to train on ({counts})")
@@ -160,7 +164,7 @@ def _rows(store: TokenStore, sources: list[SourceFile], options: DataOptions, bu
         tokens=int(lengths.sum()),
         truncated=truncated,
         dropped=dropped,
-        without_target=_count_without_target(store, starts, lengths),
+        without_target=without_target,
         tokenised_now=built,
     )
     return Dataset(store, starts, lengths, seq_length, report)
@@ -182,33 +186,18 @@ def _chunks(starts: np.ndarray, sizes: np.ndarray, seq_length: int) -> tuple[np.
 
 def _fit(
     store: TokenStore, sizes: np.ndarray, sources: list[SourceFile], options: DataOptions
-) -> tuple[np.ndarray, np.ndarray, int, int]:
-    """(starts, lengths, truncated, dropped) of whole samples under the overlong rule."""
+) -> tuple[np.ndarray, int, int]:
+    """(kept [n] bool, truncated, dropped): samples that remain under the overlong rule. Raises DataError if it says so."""
     assert options.seq_length is not None
-    starts, too_long = np.asarray(store.offsets)[:-1], sizes > options.seq_length
+    too_long = sizes > options.seq_length
     count = int(too_long.sum())
-    if not count:
-        return starts, sizes, 0, 0
-    if options.overlong == "error":
+    if count and options.overlong == "error":
         faults = Faults()
         for sample in np.flatnonzero(too_long):
-            file, line = store.origins[sample]
+            file, line, _ = store.samples[sample]
             text = f"{sizes[sample]} tokens, more than seq_length={options.seq_length} (data.overlong: error)"
             faults.add(sources[file].path, int(line), text)
         faults.raise_if_any()
     if options.overlong == "drop":
-        return starts[~too_long], sizes[~too_long], 0, count
-    return starts, np.minimum(sizes, options.seq_length), count, 0
-
-
-def _count_without_target(store: TokenStore, starts: np.ndarray, lengths: np.ndarray) -> int:
-    """Rows whose loss is zero by construction: no token after the first is a target."""
-    if store.extra is None:
-        return int((lengths < 2).sum())
-    count = 0
-    step = 1 << 16
-    for low in range(0, len(lengths), step):
-        for start, length in zip(starts[low : low + step].tolist(), lengths[low : low + step].tolist()):
-            row = store.extra[start + 1 : start + length]
-            count += not ((row >= 0).any() if store.meta["targets"] == "labels" else row.any())
-    return count
+        return ~too_long, 0, count
+    return np.ones(sizes.shape, bool), count, 0

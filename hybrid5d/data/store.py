@@ -1,7 +1,7 @@
 """Tokenised samples on disk: one flat memory-mapped array of tokens, offsets per sample, targets beside it.
 
-Files of a store folder: `tokens.bin`, `offsets.npy` [n+1], `origins.npy` [n, 2] (file index, line), `meta.json`, and
-`mask.bin` (uint8: token is a target) or `labels.bin` (int32, aligned with the tokens) where not every token is one.
+Files of a store folder: `tokens.bin`, `offsets.npy` [n+1], `samples.npy` [n, 3], `meta.json`, and `mask.bin` (uint8:
+token is a target) or `labels.bin` (int32, aligned with the tokens) where not every token is one.
 """
 
 from __future__ import annotations
@@ -48,20 +48,33 @@ class StoreWriter:
         if targets != "all":
             self._extra = _create(folder / _TARGET_FILES[targets][0])
         self._offsets = array("q", [0])
-        self._origins = array("i")
-        self._pending = 0
+        self._samples = array("i")
+        self._pending, self._first_target = 0, -1
 
     def append(self, ids: np.ndarray, targets: np.ndarray | None = None) -> None:
         self._tokens.write(np.ascontiguousarray(ids, dtype=self._dtype).data)
         if self._extra is not None:
             assert targets is not None and targets.shape == ids.shape
             self._extra.write(np.ascontiguousarray(targets, dtype=_TARGET_FILES[self.targets][1]).data)
+        if self._first_target < 0:
+            self._first_target = self._find_target(ids, targets)
         self._pending += int(ids.shape[0])
+
+    def _find_target(self, ids: np.ndarray, targets: np.ndarray | None) -> int:
+        """Place in the sample of the first target that a model can be asked for (never its first token), or -1."""
+        if targets is None:
+            hits = np.ones(ids.shape, bool)
+        else:
+            hits = targets != (IGNORE_INDEX if self.targets == "labels" else 0)
+        if not self._pending:
+            hits = hits.copy()
+            hits[:1] = False
+        return self._pending + int(np.argmax(hits)) if hits.any() else -1
 
     def end_sample(self, file_index: int, line: int) -> None:
         self._offsets.append(self._offsets[-1] + self._pending)
-        self._origins.extend((file_index, line))
-        self._pending = 0
+        self._samples.extend((file_index, line, self._first_target))
+        self._pending, self._first_target = 0, -1
 
     def close(self, meta: dict[str, Any]) -> None:
         """Flushes everything to the disk; `meta.json` is written last."""
@@ -72,7 +85,7 @@ class StoreWriter:
                 os.fsync(handle.fileno())
                 handle.close()
         np.save(self.folder / "offsets.npy", np.frombuffer(self._offsets, dtype=np.int64))
-        np.save(self.folder / "origins.npy", np.frombuffer(self._origins, dtype=np.int32).reshape(-1, 2))
+        np.save(self.folder / "samples.npy", np.frombuffer(self._samples, dtype=np.int32).reshape(-1, 3))
         body = {
             **meta,
             "format": FORMAT_VERSION,
@@ -100,13 +113,13 @@ class TokenStore:
         tokens: [num_tokens], memory-mapped.
         extra: [num_tokens] mask or labels, None when every token is a target.
         offsets: [num_samples + 1] int64.
-        origins: [num_samples, 2]: index of the source file, line (or item) in it.
+        samples: [num_samples, 3]: index of the source file, line (or item) in it, place of the first target or -1.
     """
 
     tokens: np.ndarray
     extra: np.ndarray | None
     offsets: np.ndarray
-    origins: np.ndarray
+    samples: np.ndarray
     meta: dict[str, Any]
 
     @property
@@ -135,12 +148,12 @@ def open_store(folder: Path) -> TokenStore | None:
             name, kind = _TARGET_FILES[meta["targets"]]
             extra = _open_flat(folder / name, np.dtype(kind), num_tokens)
         offsets = np.load(folder / "offsets.npy", mmap_mode="r")
-        origins = np.load(folder / "origins.npy", mmap_mode="r")
+        samples = np.load(folder / "samples.npy", mmap_mode="r")
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if offsets.shape != (num_samples + 1,) or origins.shape != (num_samples, 2) or int(offsets[-1]) != num_tokens:
+    if offsets.shape != (num_samples + 1,) or samples.shape != (num_samples, 3) or int(offsets[-1]) != num_tokens:
         return None
-    return TokenStore(tokens, extra, offsets, origins, meta)
+    return TokenStore(tokens, extra, offsets, samples, meta)
 
 
 def _open_flat(path: Path, dtype: np.dtype[Any], count: int) -> np.ndarray:

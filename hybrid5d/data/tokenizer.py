@@ -164,6 +164,6 @@ def load_tokenizer(
     if tokenizer.vocab_size > model_vocab_size:
         raise DataError(
             f"{name}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, the model's vocab_size is"
-            f" {model_vocab_size}. Fix: use the model's own tokenizer, or a model with vocab_size >= {tokenizer.vocab_size}"
+            f" {model_vocab_size}. Fix: the model's own tokenizer, or a model with vocab_size >= {tokenizer.vocab_size}"
         )
     return tokenizer
