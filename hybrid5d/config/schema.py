@@ -45,6 +45,10 @@ def _precision(value: Any) -> Any:
     raise ValueError("known precisions are fp32 (32), bf16 (bf16-mixed) and fp16 (16, 16-mixed)")
 
 
+def _or(default: str) -> BeforeValidator:
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
 Int = Annotated[int, BeforeValidator(_no_bool)]
 Float = Annotated[float, BeforeValidator(_no_bool)]
 Bool = Annotated[bool, BeforeValidator(_no_number)]
@@ -82,7 +86,7 @@ class LoggerConfig(Block):
     """Where metrics go, besides metrics.jsonl."""
 
     log_path: str | None = key(None, "folder of the tracker's files; null: output_dir/experiment_name", "path")
-    project_name: str = key("hybrid5d", "project name shown by the tracker")
+    project_name: Annotated[str, _or("hybrid5d")] = key("hybrid5d", "project name shown by the tracker")
     experiment_name: str | None = key(None, "run name shown by the tracker; null: runner.experiment_name")
     logger_backends: Strings = key((), "trackers to feed: tensorboard, wandb, swanlab")
 
@@ -97,8 +101,8 @@ class RunnerConfig(Block):
     save_interval: Int = key(-1, "save a checkpoint every so many steps and at the end; <= 0: never", "steps")
     val_check_interval: Int = key(-1, "evaluate every so many steps; <= 0: never", "steps")
     resume_dir: str | None = key(None, "checkpoint to go on from, or 'auto' for the newest of this run", "path")
-    output_dir: str = key("results", "root of run directories", "path")
-    experiment_name: str = key("run", "name of the run directory inside output_dir")
+    output_dir: Annotated[str, _or("results")] = key("results", "root of run directories", "path")
+    experiment_name: Annotated[str, _or("run")] = key("run", "name of the run directory inside output_dir")
     enable_dynamic_batch_size: Bool = key(False, "form micro-batches by token budget instead of by row count")
     max_tokens_per_mbs: Int | None = key(
         None, "token budget of a micro-batch per GPU (times context_parallel_size)", "tokens", ge=1
@@ -127,7 +131,8 @@ class DataConfig(Block):
     train_on: Literal["assistant", "all"] = key("assistant", "chat: turns whose tokens are trained on")
     packing: Literal["none", "documents"] = key("none", "documents: several samples in a row, separated in attention")
     overlong: Literal["truncate", "drop", "error"] = key("truncate", "what happens to a sample longer than seq_length")
-    last_batch: Literal["drop", "pad"] = key("drop", "rows left over at the end of an epoch: drop them, or pad the batch")
+    last_batch: Literal["pad", "drop_last"] = key("pad", "rows left over at the end of an epoch: fill up the batch or not")
+    chat_template: str | None = key(None, "chat: Jinja file in place of the tokenizer's own template", "path")
     cache_dir: str | None = key(None, "folder of tokenised files; null: ~/.cache/hybrid5d or $XDG_CACHE_HOME", "path")
 
 

@@ -1,0 +1,128 @@
+"""From a YAML file (and command-line words) to a validated `RunConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from hybrid5d.config import rlinf
+from hybrid5d.config import tree as trees
+from hybrid5d.config.account import Account, Document
+from hybrid5d.config.classify import Classifier
+from hybrid5d.config.compose import Composer
+from hybrid5d.config.errors import ConfigError, ConfigErrors
+from hybrid5d.config.overrides import Override, apply_overrides, parse_overrides
+from hybrid5d.config.resolve import resolve
+from hybrid5d.config.schema import RunConfig, schema_keys
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read, compose, override, resolve and validate.
+
+    Args:
+        path: a native YAML, or one of RLinf's on the Megatron backend.
+        overrides: words `key=value`, `+key=value`, `~key`; they win over the file.
+
+    Raises:
+        ConfigErrors: every fault found, one line each.
+    """
+    document = load_document(path, overrides)
+    if document.errors:
+        raise ConfigErrors(document.errors)
+    config = document.config
+    assert isinstance(config, RunConfig)  # no errors means validated
+    return config
+
+
+def load_document(path: str | Path, overrides: Sequence[str] = ()) -> Document:
+    """`load_config` that returns what it found instead of raising; used by `convert`, which reports refusals too."""
+    account = Account(path=str(path))
+    try:
+        words = parse_overrides(overrides)
+        composer = Composer(Path(path), choices=_choices(words))
+        composed = composer.compose()
+    except ConfigErrors as exc:
+        return Document(account, errors=list(exc.errors), fatal=True)
+    errors = list(composer.errors)
+    account.files = tuple(str(p) for p in composer.files)
+    words = [w for w in words if w.key not in composer.groups_seen]
+    known = list(schema_keys())
+    account.raw, account.command_line, refused = apply_overrides(composed, words, known)
+    errors += refused
+    account.tree, account.dangling = resolve(account.raw)
+    own_defaults = composer.primary_defaults
+    if own_defaults is not None:
+        account.dropped["defaults"] = (own_defaults, "composed: the files it names are merged in")
+    return _validate(account, errors)
+
+
+def _choices(words: Sequence[Override]) -> dict[str, str | None]:
+    """Words that may choose an option of a config group (`env=libero`)."""
+    return {w.key: None if w.value is None else str(w.value) for w in words if isinstance(w.value, (str, type(None)))}
+
+
+def _validate(account: Account, errors: list[ConfigError]) -> Document:
+    stop = rlinf.not_a_run(account.tree)
+    if stop is not None:
+        for path, value in trees.leaves(account.tree):
+            account.dropped[path] = (value, "the file is refused")
+        return Document(account, errors=[*errors, stop], fatal=True)
+    account.foreign = rlinf.is_foreign(account.tree)
+    classifier = Classifier(account)
+    classifier.run()
+    errors += classifier.errors
+    owned = _subtree(account)
+    rlinf.apply_aliases(owned, account)
+    config: RunConfig | None = None
+    try:
+        config = RunConfig.model_validate(owned)
+        config._account = account
+    except ValidationError as exc:
+        errors += _schema_errors(exc, account)
+    errors += rlinf.rules(account, config)
+    if config is not None:
+        rlinf.notices(account, config)
+    return Document(account, config, _once(errors))
+
+
+def _subtree(account: Account) -> dict[str, Any]:
+    """Only the keys that the schema knows; dangling ones are left out, they were reported."""
+    owned: dict[str, Any] = {}
+    for block in RunConfig.model_fields:
+        if block in account.tree and not isinstance(account.tree[block], dict):
+            owned[block] = account.tree[block]
+    for path, value in account.owned.items():
+        if path in account.dangling:
+            continue
+        if path.startswith("cluster.component_placement."):
+            owned.setdefault("cluster", {}).setdefault("component_placement", {})[path.split(".", 2)[2]] = value
+        else:
+            trees.put(owned, path, value)
+    return owned
+
+
+def _schema_errors(exc: ValidationError, account: Account) -> list[ConfigError]:
+    fields = schema_keys()
+    errors = []
+    for fault in exc.errors(include_url=False):
+        path = ".".join(str(p) for p in fault["loc"])
+        found = next((fields[k] for k in (path, path.rpartition(".")[0]) if k in fields), None)
+        message = str(fault["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+        if fault["input"] is None:
+            message = f"null is not the same as leaving the key out: {message}"
+        fix = f"{found.description}; default {found.get_default(call_default_factory=True)!r}" if found else "repair it"
+        errors.append(ConfigError(path, _short(fault["input"]), message, fix))
+    return errors
+
+
+def _short(value: Any) -> Any:
+    text = repr(value)
+    return value if len(text) <= 120 else f"{text[:117]}..."
+
+
+def _once(errors: list[ConfigError]) -> list[ConfigError]:
+    seen: set[tuple[str, str]] = set()
+    return [e for e in errors if not ((e.key, e.rule) in seen or seen.add((e.key, e.rule)))]  # type: ignore[func-returns-value]
