@@ -6,6 +6,7 @@ Everything here is arithmetic on lengths that all ranks know, so all ranks compu
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 Partition = list[list[int]]
@@ -37,7 +38,48 @@ def karmarkar_karp(weights: Sequence[int], num_parts: int, *, equal_count: bool 
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], tie, merged))
         tie += 1
     parts = [sorted(items) for _, items in heap[0][2]] if heap else [[] for _ in range(num_parts)]
+    if equal_count:
+        parts = _improve_by_swaps(weights, parts)
     return sorted(parts, key=lambda items: items[0] if items else count)
+
+
+def _improve_by_swaps(weights: Sequence[int], parts: Partition) -> Partition:
+    """Swaps items of the heaviest part for lighter ones of others while that narrows the gap between the two.
+
+    Equal counts bind the differencing method: one long item can only be offset by many slightly shorter ones.
+    """
+    parts = [sorted(items, key=lambda i: (weights[i], i)) for items in parts]
+    sums = [sum(weights[i] for i in items) for items in parts]
+    improved = True
+    while improved:
+        improved = False
+        heavy = max(range(len(parts)), key=lambda p: (sums[p], -p))
+        for light in sorted(range(len(parts)), key=lambda p: (sums[p], p)):
+            swap = _best_swap(weights, parts[heavy], parts[light], sums[heavy] - sums[light])
+            if swap is None:
+                continue
+            given, taken = swap
+            for part, out, into in ((heavy, given, taken), (light, taken, given)):
+                parts[part].remove(out)
+                insort(parts[part], into, key=lambda i: (weights[i], i))
+                sums[part] += weights[into] - weights[out]
+            improved = True
+            break
+    return [sorted(items) for items in parts]
+
+
+def _best_swap(weights: Sequence[int], heavy: list[int], light: list[int], gap: int) -> tuple[int, int] | None:
+    """The pair (item of heavy, item of light), both sorted by weight, whose exchange narrows the gap most."""
+    best: tuple[int, int] | None = None
+    smallest = gap
+    light_weights = [weights[i] for i in light]
+    for item in heavy:
+        place = bisect_left(light_weights, weights[item] - gap / 2)
+        for other in light[max(place - 1, 0) : place + 1]:
+            left = abs(gap - 2 * (weights[item] - weights[other]))
+            if left < smallest:
+                smallest, best = left, (item, other)
+    return best
 
 
 def budget_micro_batches(lengths: Sequence[int], dp: int, budget: int) -> list[Partition]:

@@ -187,7 +187,7 @@ def _chunks(starts: np.ndarray, sizes: np.ndarray, seq_length: int) -> tuple[np.
 def _fit(
     store: TokenStore, sizes: np.ndarray, sources: list[SourceFile], options: DataOptions
 ) -> tuple[np.ndarray, int, int]:
-    """(kept [n] bool, truncated, dropped): samples that remain under the overlong rule. Raises DataError if it says so."""
+    """(kept [n] bool, truncated, dropped): samples that remain. Raises DataError for `overlong: error`."""
     assert options.seq_length is not None
     too_long = sizes > options.seq_length
     count = int(too_long.sum())
