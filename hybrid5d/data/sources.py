@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import stat
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -71,17 +72,20 @@ def _stdlib_files(below: str, faults: Faults, shown: str) -> list[SourceFile]:
 
 def _user_files(text: str, data_type: str, faults: Faults) -> list[SourceFile]:
     path = Path(os.path.expanduser(text))
-    if path.is_dir():
-        return _folder_files(path, data_type, faults)
-    if not path.exists() and glob.has_magic(text):
+    try:
+        is_folder = stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        if not glob.has_magic(text):
+            faults.add(text, None, "no such file or folder")
+            return []
         matches = sorted(m for m in glob.glob(str(path), recursive=True) if os.path.isfile(m))
         if not matches:
             faults.add(text, None, "no file matches")
         return [SourceFile(Path(m), _kind(Path(m), data_type), named=False) for m in matches]
-    if not path.exists():
-        faults.add(text, None, "no such file or folder")
+    except OSError as e:  # a folder above it is closed
+        faults.add(text, None, f"cannot be read: {e.strerror or e}")
         return []
-    return [SourceFile(path, _kind(path, data_type))]
+    return _folder_files(path, data_type, faults) if is_folder else [SourceFile(path, _kind(path, data_type))]
 
 
 def _folder_files(folder: Path, data_type: str, faults: Faults) -> list[SourceFile]:
