@@ -1,0 +1,143 @@
+"""`cluster.component_placement`: which GPUs the actor gets. RLinf's grammar, read without a cluster."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid5d.config.errors import ConfigError
+
+_KEY = "cluster.component_placement"
+_PART = re.compile(r"^(?P<a>\d+)(?:-(?P<b>\d+))?$")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The actor's processes. `everything`: written as `all`, so any world size fits."""
+
+    processes: int
+    gpus: tuple[int, ...]
+    everything: bool = False
+    node_group: str | None = None
+
+
+class _Bad(Exception):
+    def __init__(self, rule: str, fix: str = "see RLinf's placement grammar: all, 0-3, 0,2-4, 0-3:0-7"):
+        super().__init__(rule)
+        self.rule, self.fix = rule, fix
+
+
+def actor_placement(
+    placement: dict[str, Any], num_nodes: int, gpus_per_node: int, node_groups: list[Any] | None = None
+) -> tuple[Placement | None, list[ConfigError]]:
+    """The actor's entry. Other components' entries are not ours and never refused."""
+    found = [(name, value) for name, value in placement.items() if "actor" in _names(name)]
+    available = num_nodes * gpus_per_node
+    if not placement:
+        return Placement(available, tuple(range(available)), everything=True), []
+    if not found:
+        return None, [ConfigError(_KEY, None, "no entry names the actor", "add actor: all")]
+    if len(found) > 1:
+        names = ", ".join(repr(n) for n, _ in found)
+        return None, [ConfigError(_KEY, None, f"the actor appears in {names}", "name it once")]
+    name, value = found[0]
+    key = f"{_KEY}.{name}"
+    try:
+        group, spec = _group(value)
+        if group is not None:
+            available = _group_size(group, num_nodes, gpus_per_node, node_groups)
+        return _parse(spec, available, group), []
+    except _Bad as bad:
+        return None, [ConfigError(key, value, bad.rule, bad.fix)]
+
+
+def _names(name: str) -> list[str]:
+    return [part.strip() for part in str(name).split(",")]
+
+
+def _group(value: Any) -> tuple[str | None, Any]:
+    if not isinstance(value, dict):
+        return None, value
+    unknown = sorted(set(value) - {"node_group", "placement"})
+    if unknown or "placement" not in value:
+        raise _Bad("a mapping needs `placement`, and may have `node_group`" + (f"; unknown: {unknown[0]}" if unknown else ""))
+    group = value.get("node_group")
+    if group is not None and not isinstance(group, str):
+        raise _Bad("node_group must be a label", "write one label")
+    if group is not None and "," in group:
+        raise _Bad("the actor on several node groups has no static translation", "put it on one group")
+    return group, value["placement"]
+
+
+def _group_size(group: str, num_nodes: int, gpus_per_node: int, node_groups: list[Any] | None) -> int:
+    if group == "cluster":
+        return num_nodes * gpus_per_node
+    for entry in node_groups or []:
+        if isinstance(entry, dict) and entry.get("label") == group:
+            nodes = _ranks(entry.get("node_ranks", "all"), num_nodes, "node_ranks")
+            hardware = entry.get("hardware")
+            kind = hardware.get("type") if isinstance(hardware, dict) else None
+            if kind is not None and str(kind).lower() not in ("gpu", "nvidia", "cuda", "amd", "rocm", "ascend", "npu"):
+                raise _Bad(f"node group {group!r} counts {kind} devices, not accelerators", "place the actor on GPUs")
+            return len(nodes) * gpus_per_node
+    labels = ", ".join(str(e.get("label")) for e in node_groups or [] if isinstance(e, dict)) or "none"
+    raise _Bad(f"node group {group!r} is not defined (defined: {labels})", "define it in cluster.node_groups")
+
+
+def _parse(spec: Any, available: int, group: str | None) -> Placement:
+    text = _text(spec)
+    if text == "all":
+        return Placement(available, tuple(range(available)), everything=group is None, node_group=group)
+    gpus: list[int] = []
+    processes = 0
+    for part in text.split(","):
+        resource, colon, process = part.strip().partition(":")
+        ranks = _ranks(resource, available, "GPU")
+        if gpus and ranks[0] <= gpus[-1]:
+            raise _Bad(f"GPU {ranks[0]} after {gpus[-1]}: GPUs must ascend and appear once")
+        gpus += ranks
+        processes += _processes(process, len(ranks), processes) if colon else len(ranks)
+    return Placement(processes, tuple(gpus), node_group=group)
+
+
+def _text(spec: Any) -> str:
+    if isinstance(spec, bool) or spec is None or not isinstance(spec, (int, str)):
+        raise _Bad(f"a {type(spec).__name__} is no placement")
+    text = str(spec).strip()
+    if not text:
+        raise _Bad("the placement is empty")
+    return text
+
+
+def _ranks(spec: Any, available: int, what: str) -> list[int]:
+    text = str(spec).strip()
+    if text == "all":
+        return list(range(available))
+    ranks: list[int] = []
+    for part in text.split(",") if what == "node_ranks" else [text]:
+        match = _PART.match(part.strip())
+        if match is None:
+            raise _Bad(f"{part!r} is neither a number nor a range a-b")
+        first, last = int(match["a"]), int(match["b"] or match["a"])
+        if last < first:
+            raise _Bad(f"range {part} runs backwards", f"write {last}-{first}")
+        if last >= available:
+            hint = "; an unquoted a:b is read by YAML as one base-60 number, quote it" if isinstance(spec, int) else ""
+            raise _Bad(f"{what} {last} is outside 0..{available - 1} (nodes x GPUs per node = {available}){hint}",
+                       "use the GPUs that exist, or set --gpus-per-node")
+        ranks += range(first, last + 1)
+    return ranks
+
+
+def _processes(text: str, resources: int, before: int) -> int:
+    match = _PART.match(text.strip())
+    if match is None:
+        raise _Bad(f"process ranks {text!r} must be a number or a range a-b (not all)")
+    first, last = int(match["a"]), int(match["b"] or match["a"])
+    count = last - first + 1
+    if first != before or count < 1:
+        raise _Bad(f"process ranks {text} must go on from {before}")
+    if count % resources and resources % count:
+        raise _Bad(f"{count} processes and {resources} GPUs: one count must divide the other")
+    return count
