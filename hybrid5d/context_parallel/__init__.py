@@ -1,4 +1,4 @@
-"""Context parallelism: attention over a sequence that is cut over ranks, for plain tensors and process groups, without the engine."""
+"""Context parallelism: attention over a cut sequence, for plain tensors and process groups, without the engine."""
 
 from hybrid5d.context_parallel.attention import (
     ContextParallelAttention,

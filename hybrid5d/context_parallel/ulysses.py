@@ -1,6 +1,6 @@
 """Ulysses: trade sequence for heads with one all-to-all before attention and one after.
 
-On the wire the layout is [destination, S, b, heads, d], so that what arrives is already the longer sequence: a view.
+The long tensors lie as [n, s, b, heads/n, d], a part per rank: contiguous parts, and [b, n*s, heads/n, d] is a view.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hybrid5d.context_parallel.comm import Traffic, all_to_all
+from hybrid5d.context_parallel.transport import accumulate_dtype
 from hybrid5d.parallel.context import Axis
 
 
@@ -25,16 +26,22 @@ def kv_heads_per_rank(num_kv_heads: int, degree: int) -> int:
     return max(1, num_kv_heads // degree)
 
 
-def _repeat_heads(x: Tensor, degree: int) -> Tensor:
-    """[b, s, n, d] with n < degree -> [b, s, degree, d], each head degree/n times in a row: a view where expanded."""
-    b, s, n, d = x.shape
-    return x if n >= degree else x[:, :, :, None].expand(b, s, n, degree // n, d).reshape(b, s, degree, d)
+def _parts(x: Tensor, degree: int) -> Tensor:
+    """[b, s, n, d] -> view [degree, s, b, n/degree, d]: the heads of each rank."""
+    return x.unflatten(2, (degree, -1)).permute(2, 1, 0, 3, 4)
 
 
-def _split_heads(x: Tensor, degree: int) -> Tensor:
-    """[b, s, n, d] -> view [degree, s, b, n/degree, d]."""
+def _kv_parts(x: Tensor, degree: int) -> Tensor:
+    """The same for keys or values; fewer heads than ranks are repeated: [degree, s, b, max(n/degree, 1), d]."""
     b, s, n, d = x.shape
-    return x.view(b, s, degree, n // degree, d).permute(2, 1, 0, 3, 4)
+    if n >= degree:
+        return _parts(x, degree)
+    return _parts(x[:, :, :, None].expand(b, s, n, degree // n, d).flatten(2, 3), degree)
+
+
+def _long_parts(x: Tensor, degree: int) -> Tensor:
+    """[b, degree*s, n, d] -> view [degree, s, b, n, d]: the sequence of each rank."""
+    return x.transpose(0, 1).unflatten(0, (degree, -1))
 
 
 def _long(x: Tensor) -> Tensor:
@@ -46,40 +53,39 @@ class _ToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, traffic: Traffic | None) -> tuple[Tensor, ...]:
         ctx.axis, ctx.traffic, ctx.shape = axis, traffic, (q.shape, k.shape)
-        n = axis.size
-        parts = [_split_heads(q.contiguous(), n)]
-        parts += [_split_heads(_repeat_heads(x, n).contiguous(), n) for x in (k, v)]
-        received = all_to_all(axis, torch.cat(parts, dim=3), traffic)
-        ctx.widths = [p.shape[3] for p in parts]
-        return tuple(_long(x) for x in received.split(ctx.widths, dim=3))
+        parts = [_parts(q, axis.size), _kv_parts(k, axis.size), _kv_parts(v, axis.size)]
+        received = [x.new_empty(x.shape) for x in parts]
+        all_to_all(axis, parts, received, traffic)
+        return tuple(map(_long, received))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         n = ctx.axis.size
-        q_shape, k_shape = ctx.shape
-        b, s, kv, d = k_shape
-        send = torch.cat([g.transpose(0, 1).unflatten(0, (n, s)) for g in grads], dim=3)
-        received = all_to_all(ctx.axis, send, ctx.traffic)  # [n, s, b, heads of a rank, d]
-        dq, dk, dv = (x.permute(2, 1, 0, 3, 4) for x in received.split(ctx.widths, dim=3))  # [b, s, n, heads, d]
+        q_shape, (b, s, kv, d) = ctx.shape
+        wide = (b, s, max(kv, n), d)
+        dq, dk, dv = (g.new_empty(shape) for g, shape in zip(grads, (q_shape, wide, wide)))
+        all_to_all(ctx.axis, [_long_parts(g, n) for g in grads], [_parts(x, n) for x in (dq, dk, dv)], ctx.traffic)
         if kv < n:  # the copies of a head sum
-            wide = torch.float32 if dk.dtype in (torch.bfloat16, torch.float16) else dk.dtype
-            dk, dv = (x.reshape(b, s, kv, n // kv, d).sum(3, dtype=wide).to(x.dtype) for x in (dk, dv))
-        return dq.reshape(q_shape), dk.reshape(k_shape), dv.reshape(k_shape), None, None
+            total = accumulate_dtype(dk.dtype)
+            dk, dv = (x.view(b, s, kv, n // kv, d).sum(3, dtype=total).to(x.dtype) for x in (dk, dv))
+        return dq, dk, dv, None, None
 
 
 class _ToSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, axis: Axis, traffic: Traffic | None) -> Tensor:
         ctx.axis, ctx.traffic = axis, traffic
-        n = axis.size
-        send = out.transpose(0, 1).unflatten(0, (n, out.shape[1] // n)).contiguous()
-        received = all_to_all(axis, send, traffic)  # [n, s, b, heads/n, d]
-        return received.permute(2, 1, 0, 3, 4).flatten(2, 3)
+        b, s, heads, d = out.shape
+        result = out.new_empty(b, s // axis.size, heads * axis.size, d)
+        all_to_all(axis, [_long_parts(out, axis.size)], [_parts(result, axis.size)], traffic)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        send = _split_heads(grads[0].contiguous(), ctx.axis.size).contiguous()
-        return _long(all_to_all(ctx.axis, send, ctx.traffic)), None, None
+        parts = _parts(grads[0], ctx.axis.size)
+        received = parts.new_empty(parts.shape)
+        all_to_all(ctx.axis, [parts], [received], ctx.traffic)
+        return _long(received), None, None
 
 
 def to_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, traffic: Traffic | None = None) -> tuple[Tensor, ...]:
