@@ -44,13 +44,15 @@ class TemplateProfile:
         closing: text after the answer at the end of a conversation.
         closings: beginnings of `closing` that may be an end-of-turn mark on their own, longest first.
         prompts: the template has a generation prompt.
-        plain: the answer follows the generation prompt immediately and nothing but the answer changes with it.
+        lead: white space between the prompt and the answer: the model writes it, too.
+        plain: nothing but `lead` stands between the prompt and the answer.
     """
 
     tagged: bool
     closing: str
     closings: tuple[str, ...]
     prompts: bool
+    lead: str
     plain: bool
 
 
@@ -59,7 +61,7 @@ def probe_template(renderer: Renderer) -> TemplateProfile:
     if not renderer.template:
         raise TemplateError("the tokenizer has no chat template. Fix: set data.chat_template to a Jinja file")
     if _GENERATION_TAG.search(renderer.template):
-        return TemplateProfile(True, "", (), True, False)
+        return TemplateProfile(True, "", (), True, "", False)
     mark = _MARK.format(0)
     question = [{"role": "user", "content": "Zq7question"}]
     (text,) = renderer.render([[*question, {"role": "assistant", "content": mark}]])
@@ -69,12 +71,15 @@ def probe_template(renderer: Renderer) -> TemplateProfile:
     (bare,) = renderer.render([question])
     (prompted,) = renderer.render([question], generation_prompt=True)
     prompts = prompted != bare
+    gap = head[len(prompted) :] if head.startswith(prompted) else ""
+    lead = gap if gap.isspace() else ""
     return TemplateProfile(
         tagged=False,
         closing=closing,
         closings=_possible_marks(closing, renderer.special_tokens),
         prompts=prompts,
-        plain=not prompts or prompted == head,
+        lead=lead,
+        plain=not prompts or prompted + lead == head,
     )
 
 
@@ -120,14 +125,15 @@ def _spans_of_skeleton(
         return None
     spans: list[Span] = []
     place = len(literals[0])
-    for (_, content), literal in zip(turns, literals[1:]):
+    for (_, content), before, literal in zip(turns, literals, literals[1:]):
         for answer in (content, content.strip(), content.rstrip(), content.lstrip()):
             if text.startswith(answer + literal, place):
                 break
         else:
             return None
         end = place + len(answer)
-        spans.append((place, end + _closing_length(literal, profile)))
+        lead = len(profile.lead) if before.endswith(profile.lead) else 0
+        spans.append((place - lead, end + _closing_length(literal, profile)))
         place = end + len(literal)
     return spans if place == len(text) else None
 
@@ -149,7 +155,7 @@ def _span_of_turn(renderer: Renderer, profile: TemplateProfile, messages: list[M
     before, found, after = skeleton.partition(mark)
     start = stop = -1
     if found and text.startswith(before):
-        start = len(before)
+        start = len(before) - (len(profile.lead) if before.endswith(profile.lead) else 0)
     if found and text.endswith(after) and len(text) - len(after) >= max(start, 0):
         stop = len(text) - len(after) + _closing_length(after, profile)
     if profile.prompts and turn > 0:
