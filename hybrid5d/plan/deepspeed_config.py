@@ -77,6 +77,8 @@ def _own(config: RunConfig, batch: BatchPlan, precision: PrecisionPlan, cp: int)
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False, "use_reentrant": False},
         "steps_per_print": None,
     }
+    if config.actor.optim.optimizer == "sgd":
+        ds["zero_allow_untested_optimizer"] = True  # DeepSpeed knows torch's SGD only by this permission
     if precision.dtype == "bf16":
         ds["bf16"] = {"enabled": True}
     elif precision.dtype == "fp16":

@@ -1,0 +1,92 @@
+"""Rows of a micro-batch -> the tensors of one rank: concatenated, padded, cut over cp by the sequence plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from hybrid5d.data.types import IGNORE_INDEX, MicroBatch, Row
+from hybrid5d.models.batch import LocalBatch
+from hybrid5d.parallel.context import ParallelContext
+from hybrid5d.plan.sequence import SequencePlan
+
+
+@dataclass(frozen=True)
+class SequenceOptions:
+    """How rows are padded and cut; the same for every micro-batch of a run.
+
+    Attributes:
+        packed: documents of a row must not see each other; the micro-batch's rows become one.
+        fixed_length: pad every row to this length (None: to the longest of the micro-batch).
+    """
+
+    method: Literal["p2p", "a2a", "a2a+p2p", "all_gather"] = "p2p"
+    load_balance: Literal["zigzag", "contiguous"] = "zigzag"
+    ulysses: int = 1
+    packed: bool = False
+    fixed_length: int | None = None
+
+
+def sequence_plan(micro_batch: MicroBatch, ctx: ParallelContext, options: SequenceOptions) -> SequencePlan:
+    """The plan of a micro-batch; cached on its lengths."""
+    return SequencePlan.build(
+        tuple(tuple(len(d) for d in row) for row in micro_batch),
+        cp=ctx.cp.size,
+        method=options.method,
+        ulysses=options.ulysses,
+        load_balance=options.load_balance,
+        multiple=ctx.tp.size if ctx.sequence_parallel else 1,
+        packed=options.packed,
+        fixed_length=options.fixed_length,
+    )
+
+
+def _concatenated(row: Row) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    positions = [np.arange(len(d)) if d.position_ids is None else d.position_ids for d in row]
+    return (
+        np.concatenate([d.input_ids for d in row]),
+        np.concatenate([d.labels for d in row]),
+        np.concatenate(positions),
+    )
+
+
+def _take(values: np.ndarray, index: np.ndarray, fill: int) -> np.ndarray:
+    if values.size == 0:
+        return np.full(index.shape, fill, dtype=np.int64)
+    return np.where(index >= 0, values[np.maximum(index, 0)], fill).astype(np.int64)
+
+
+def local_batch(
+    micro_batch: MicroBatch, ctx: ParallelContext, options: SequenceOptions, hidden_size: int, device: torch.device
+) -> LocalBatch:
+    """Build this rank's share of a micro-batch. Padding gets id 0, position 0 and no label."""
+    plan = sequence_plan(micro_batch, ctx, options)
+    rows: list[Row] = [tuple(d for row in micro_batch for d in row)] if options.packed else list(micro_batch)
+    index = plan.source_index(ctx.cp.rank)
+    ids, labels, positions = np.empty_like(index), np.empty_like(index), np.empty_like(index)
+    for r, row in enumerate(rows):
+        tokens, targets, places = _concatenated(row)
+        ids[r] = _take(tokens, index[r], 0)
+        labels[r] = _take(targets, index[r], IGNORE_INDEX)
+        positions[r] = _take(places, index[r], 0)
+    shards = ctx.tp.size if ctx.sequence_parallel else 1
+
+    def tensor(a: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(a)).to(device)
+
+    return LocalBatch(
+        tensor(ids), tensor(labels), tensor(positions), plan, (plan.batch, plan.local_length // shards, hidden_size)
+    )
+
+
+def valid_tokens(micro_batch: MicroBatch) -> int:
+    """Labels that count, before any cut."""
+    return sum(int((d.labels != IGNORE_INDEX).sum()) for row in micro_batch for d in row)
+
+
+def real_tokens(micro_batch: MicroBatch) -> int:
+    """Tokens of real rows (dummy rows that only fill up a batch have row_id < 0), before any cut or padding."""
+    return sum(len(d) for row in micro_batch for d in row if d.row_id >= 0)

@@ -1,0 +1,35 @@
+"""Joining the job: torch's process group and DeepSpeed's wrapper of it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+
+
+def ensure_distributed(timeout_minutes: float = 10.0) -> None:
+    """Make sure torch.distributed and DeepSpeed's communication layer are up; does nothing where they are.
+
+    Under a launcher (RANK, WORLD_SIZE, MASTER_ADDR set) the default group joins all ranks: NCCL where CUDA is there, else
+    gloo. Without one this process is a world of one.
+
+    DeepSpeed's CPU shared-memory op is switched off first: building it takes a compiler and a minute, a stale lock of a
+    killed build blocks every later start, its all-reduce ignores the group, and nothing of ours uses it.
+    """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    os.environ.setdefault("LOCAL_RANK", os.environ.get("RANK", "0"))  # DeepSpeed's PipelineModule reads it
+    if not dist.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        timeout = datetime.timedelta(minutes=timeout_minutes)
+        if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)

@@ -1,0 +1,408 @@
+"""The engine: a validated plan becomes a running model; one call is one optimizer step.
+
+Everything here speaks the user's terms (rows, tokens, global batch); DeepSpeed's live in the adapter.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hybrid5d.config.errors import ConfigError, ConfigErrors, DataError
+from hybrid5d.config.model_spec import ModelSpec
+from hybrid5d.context_parallel import ContextParallelAttention, hybrid_axes
+from hybrid5d.data.types import IGNORE_INDEX, Document, MicroBatch, StepBatch
+from hybrid5d.engine.adapter import PipelineAdapter, PlainAdapter, build_adapter
+from hybrid5d.engine.distributed import ensure_distributed
+from hybrid5d.engine.collate import SequenceOptions, local_batch, real_tokens, sequence_plan, valid_tokens
+from hybrid5d.engine.parameters import freeze, parameter_groups
+from hybrid5d.engine.pipeline_module import HybridPipelineModule, Recompute
+from hybrid5d.models.batch import LocalBatch
+from hybrid5d.models.decoder import HeadOutput, LayerDef, decoder_layers
+from hybrid5d.models.init import init_weights
+from hybrid5d.parallel.collectives import all_gather_seq
+from hybrid5d.parallel.context import Axis, ParallelContext
+from hybrid5d.plan.run import RunPlan
+from hybrid5d.plan.sequence_rules import default_ulysses
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LayerFactory = Callable[[ModelSpec, ParallelContext, Callable[[], ContextParallelAttention], HeadOutput], list[LayerDef]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did; the same on every rank.
+
+    Attributes:
+        step: optimizer steps done, this one included.
+        loss: mean over the global batch's valid tokens (0 where there are none).
+        grad_norm: global L2 norm before clipping.
+        lr: learning rate this step used.
+        valid_tokens, tokens: tokens with a label; tokens of real rows. Counted once, whatever the layout.
+        step_time_s: seconds, slowest rank.
+        peak_memory_bytes: largest peak over ranks (device memory on CUDA, resident set on CPU).
+        rows_seen: sample ids of the global batch.
+        skipped: fp16 overflow; the weights did not change.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    valid_tokens: int
+    tokens: int
+    step_time_s: float
+    peak_memory_bytes: int
+    rows_seen: tuple[int, ...]
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Per-token results of one document, natural order.
+
+    logprobs[i] is the log-probability of labels[i] after reading input_ids[i] (0 where there is no label); entropy[i] that
+    of the whole next-token distribution. fp32 numpy [n] each.
+    """
+
+    logprobs: np.ndarray
+    entropy: np.ndarray
+
+
+class Engine:
+    """A model in training on this rank. Build it with `initialize`.
+
+    Attributes:
+        plan: what was asked for; ctx: this rank's axes; module: this rank's layers (parameters carry `.pieces`);
+        ds: the DeepSpeed engine; global_step: optimizer steps done.
+    """
+
+    def __init__(self, plan: RunPlan, ctx: ParallelContext, module: HybridPipelineModule, out: HeadOutput):
+        self.plan, self.ctx, self.module, self.out = plan, ctx, module, out
+        self.global_step = 0
+        self.hidden_size = plan.model.hidden_size if plan.model else 0
+        self.device = next(iter(module.parameters())).device if any(True for _ in module.parameters()) else _device()
+        self.sequence_options = sequence_options(plan)
+        self.dtype = DTYPES[plan.precision.dtype]
+        groups = parameter_groups(module)
+        self.ds: PipelineAdapter | PlainAdapter = build_adapter(
+            module, ctx, plan.deepspeed, groups, plan.zero_stage, self.dtype
+        )
+        self._agreed = False
+        self._warned_no_targets = False
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def train_batch(self, batch: StepBatch) -> StepResult:
+        """One optimizer step over the global batch of which `batch` holds this dp rank's rows.
+
+        Loss, gradients and norm are those of the mean over all valid tokens of the global batch, whatever the layout.
+        Collective over the world.
+
+        Raises:
+            DataError: at the first step, when ranks of one dp replica were given different rows.
+        """
+        started = time.perf_counter()
+        if not self._agreed:
+            self._check_agreement(batch)
+        counts = self._sum_over_dp([sum(map(valid_tokens, batch.micro_batches)), sum(map(real_tokens, batch.micro_batches))])
+        lr = self._set_schedule()
+        scales = self._loss_scales(batch.micro_batches, counts[0])
+        total = self.ds.train_step(self._local(batch.micro_batches), scales)
+        loss = self._global_sum(total) / self._divisor
+        self.global_step += 1
+        norm = self.ds.get_global_grad_norm()
+        elapsed, peak = self._max_over_world([time.perf_counter() - started, float(peak_memory_bytes(self.device))])
+        return StepResult(
+            step=self.global_step,
+            loss=loss,
+            grad_norm=float(norm) if norm is not None else float("nan"),
+            lr=lr,
+            valid_tokens=counts[0],
+            tokens=counts[1],
+            step_time_s=elapsed,
+            peak_memory_bytes=int(peak),
+            rows_seen=batch.row_ids,
+            skipped=bool(getattr(self.ds.optimizer, "overflow", False)),
+        )
+
+    @property
+    def _divisor(self) -> int:
+        """What DeepSpeed divides by: accumulation steps of its config, and the mean over dp x cp."""
+        return self.ds.gradient_accumulation_steps() * self.ctx.dp_cp.size
+
+    def _loss_scales(self, micro_batches: Sequence[MicroBatch], valid: int) -> list[float]:
+        """Factor on each micro-batch's loss sum that DeepSpeed's divisions turn into the wanted mean."""
+        if self.plan.config.actor.loss_normalization == "micro_batch":
+            means = len(micro_batches) * self.ctx.dp.size
+            return [self._divisor / (means * max(valid_tokens(mb), 1)) for mb in micro_batches]
+        if valid == 0 and not self._warned_no_targets and self.ctx.rank == 0:
+            self._warned_no_targets = True
+            print(f"warning: step {self.global_step + 1}: no row of the global batch has a label; loss and gradients are 0")
+        return [self._divisor / max(valid, 1)] * len(micro_batches)
+
+    def _set_schedule(self) -> float:
+        lr, decay = self.plan.schedule.lr(self.global_step), self.plan.schedule.weight_decay(self.global_step)
+        for group in self.ds.optimizer.param_groups:
+            group["lr"] = lr
+            if group.get("name") == "decay":
+                group["weight_decay"] = decay
+        return lr
+
+    def _local(self, micro_batches: Sequence[MicroBatch]) -> list[LocalBatch]:
+        return [
+            local_batch(mb, self.ctx, self.sequence_options, self.hidden_size, self.device) for mb in micro_batches
+        ]
+
+    # --- evaluation -------------------------------------------------------------------------------------------------
+
+    def eval_batch(self, batch: StepBatch) -> tuple[float, int]:
+        """Sum of the cross entropy and number of valid tokens over the rows of all dp ranks; nothing is changed.
+
+        Every dp rank passes the same number of micro-batches. Collective over the world.
+        """
+        (valid,) = self._sum_over_dp([sum(map(valid_tokens, batch.micro_batches))])
+        outputs = self.ds.infer(self._local(batch.micro_batches))
+        total = torch.stack([o.float() for o in outputs]).sum() if outputs else torch.zeros((), device=self.device)
+        return self._global_sum(total), valid
+
+    def compute_logprobs(self, documents: Sequence[Document], micro_batch_size: int | None = None) -> list[TokenLogprobs]:
+        """Log-probability of each label and entropy of each distribution, per token, for documents in their own order.
+
+        Every rank passes the same documents and gets all results. Rows are spread over dp; the vocabulary stays sharded
+        over tp; the sequence is put back together over cp; the last stage's values go to every stage.
+        """
+        size = micro_batch_size or self.plan.batch.micro_batch_size
+        micro_batches = self._dealt(documents, size)
+        self.out.mode = "logprobs"
+        try:
+            outputs = self.ds.infer(self._local(micro_batches))
+        finally:
+            self.out.mode = "loss"
+        flat = np.zeros((2, sum(len(d) for d in documents)), dtype=np.float32)
+        starts = np.cumsum([0, *(len(d) for d in documents)])
+        for mb, output in zip(micro_batches, outputs):
+            self._place(mb, output, flat, starts)
+        summed = self._sum_results(flat)
+        return [TokenLogprobs(summed[0, a:b], summed[1, a:b]) for a, b in zip(starts[:-1], starts[1:])]
+
+    def _dealt(self, documents: Sequence[Document], size: int) -> list[MicroBatch]:
+        """This dp rank's micro-batches; short ranks get dummies (row_id -1) so that all run the same number."""
+        numbered = [Document(d.input_ids, d.labels, i, d.position_ids) for i, d in enumerate(documents)]
+        per_rank = -(-len(numbered) // (self.ctx.dp.size * size)) * size
+        mine = numbered[self.ctx.dp.rank * per_rank : (self.ctx.dp.rank + 1) * per_rank]
+        dummy = Document(np.zeros(1, np.int64), np.full(1, IGNORE_INDEX, np.int64), -1)
+        mine += [dummy] * (per_rank - len(mine))
+        return [tuple((d,) for d in mine[i : i + size]) for i in range(0, per_rank, size)]
+
+    def _place(self, micro_batch: MicroBatch, output: tuple[Tensor, Tensor], flat: np.ndarray, starts: np.ndarray) -> None:
+        """Gather a micro-batch's [b, S/cp] results over cp and write them where the documents' tokens stand."""
+        whole = all_gather_seq(torch.stack(output, -1), self.ctx.cp).wait().cpu().numpy()
+        plan = sequence_plan(micro_batch, self.ctx, self.sequence_options)
+        index = np.concatenate([plan.source_index(r) for r in range(self.ctx.cp.size)], axis=1)
+        if self.ctx.tp.rank:
+            return  # tp ranks hold equal values; one of them contributes
+        rows = [tuple(d for row in micro_batch for d in row)] if self.sequence_options.packed else micro_batch
+        for r, row in enumerate(rows):
+            if self.ctx.cp.rank:
+                return
+            values = np.zeros((sum(len(d) for d in row), 2), dtype=np.float32)
+            real = index[r] >= 0
+            values[index[r][real]] = whole[r][real]
+            at = 0
+            for document in row:
+                if document.row_id >= 0:
+                    begin = starts[document.row_id]
+                    flat[:, begin : begin + len(document)] = values[at : at + len(document)].T
+                at += len(document)
+
+    def _sum_results(self, flat: np.ndarray) -> np.ndarray:
+        """Each token was written by one rank of the world; the sum hands every rank all of them."""
+        x = torch.from_numpy(flat).to(self.device)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(x)
+        return x.cpu().numpy()
+
+    # --- numbers that all ranks share -------------------------------------------------------------------------------
+
+    def _sum_over_dp(self, values: list[int]) -> list[int]:
+        if self.ctx.dp.size == 1:
+            return values
+        x = torch.tensor(values, dtype=torch.int64, device=self.device)
+        dist.all_reduce(x, group=self.ctx.dp.group)
+        return [int(v) for v in x.tolist()]
+
+    def _global_sum(self, local: Tensor) -> float:
+        """Sum over dp x cp of the last stage's value, known to every rank; tp ranks hold equal values."""
+        x = local.detach().double().clone()
+        for axis in (self.ctx.dp_cp, self.ctx.pp):  # other stages contribute zero
+            if axis.size > 1:
+                dist.all_reduce(x, group=axis.group)
+        return float(x)
+
+    def _max_over_world(self, values: list[float]) -> list[float]:
+        if self.ctx.layout.world_size == 1:
+            return values
+        x = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        return [float(v) for v in x.tolist()]
+
+    def _check_agreement(self, batch: StepBatch) -> None:
+        """Ranks of one dp replica must hold the same rows; found out before anything trains on a mixture."""
+        self._agreed = True
+        world = self.ctx.layout.world_size
+        if world == 1:
+            return
+        mine = torch.tensor([_checksum(batch), len(batch.micro_batches)], dtype=torch.int64, device=self.device)
+        everyone = [torch.empty_like(mine) for _ in range(world)]
+        dist.all_gather(everyone, mine)
+        layout = self.ctx.layout
+        by_dp: dict[int, dict[int, list[int]]] = {}
+        for rank, value in enumerate(everyone):
+            by_dp.setdefault(layout.coordinate(rank).dp, {}).setdefault(int(value[0]), []).append(rank)
+        for dp_rank, found in by_dp.items():
+            if len(found) > 1:
+                sets = " and ".join(str(ranks) for ranks in found.values())
+                raise DataError(f"data: ranks {sets} belong to dp rank {dp_rank} but were given different rows")
+        if len({int(v[1]) for v in everyone}) > 1:
+            raise DataError(f"data: dp ranks were given different numbers of micro-batches: {[int(v[1]) for v in everyone]}")
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, directory: str | Path) -> Path:
+        """Write a checkpoint that any layout can load; atomic. Collective over the world."""
+        from hybrid5d.engine.checkpoint import save_checkpoint
+
+        return save_checkpoint(self, directory)
+
+    def load_checkpoint(self, directory: str | Path) -> None:
+        """Restore weights, optimizer state and position from `save_checkpoint`'s output. Collective over the world."""
+        from hybrid5d.engine.checkpoint import load_checkpoint
+
+        load_checkpoint(self, directory)
+
+    def export_hf(self, directory: str | Path, dtype: str = "same") -> Path:
+        """Write a Hugging Face folder (config.json, safetensors, tokenizer files). Collective over the world."""
+        from hybrid5d.engine.export import export_hf
+
+        return export_hf(self, directory, dtype=dtype)
+
+
+def _checksum(batch: StepBatch) -> int:
+    import zlib
+
+    value = 0
+    for mb in batch.micro_batches:
+        for row in mb:
+            for d in row:
+                value = zlib.crc32(np.ascontiguousarray(d.input_ids).tobytes(), value)
+                value = zlib.crc32(np.ascontiguousarray(d.labels).tobytes(), value)
+    return value
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak of device memory on CUDA, of the resident set on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def sequence_options(plan: RunPlan) -> SequenceOptions:
+    """How this plan pads and cuts rows."""
+    return SequenceOptions(
+        method=plan.config.actor.model.cp_comm_type,
+        load_balance=plan.config.actor.model.cp_load_balance,
+        ulysses=ulysses_size(plan),
+        packed=plan.config.data.packing == "documents",
+    )
+
+
+def ulysses_size(plan: RunPlan) -> int:
+    """Ulysses degree of `a2a+p2p`: as given, or the largest that local kv heads divide inside a node; else 1."""
+    model = plan.config.actor.model
+    if model.cp_comm_type != "a2a+p2p" or plan.layout.cp == 1 or plan.model is None:
+        return 1
+    if model.hierarchical_context_parallel_sizes:
+        return model.hierarchical_context_parallel_sizes[0]
+    return default_ulysses(plan.model.num_key_value_heads, plan.layout.tp, plan.layout.cp)
+
+
+def attention_factory(plan: RunPlan, ctx: ParallelContext) -> Callable[[], ContextParallelAttention]:
+    """Makes the attention core of each layer; builds the Ulysses and ring groups once. Collective over the world."""
+    method = plan.config.actor.model.cp_comm_type
+    ulysses: Axis | None = None
+    ring: Axis | None = None
+    if ctx.cp.size > 1 and method == "a2a+p2p":
+        ulysses, ring = hybrid_axes(ctx.layout, ctx.rank, ulysses_size(plan))
+    return lambda: ContextParallelAttention(ctx.cp, method=method, ulysses=ulysses, ring=ring)
+
+
+def initialize(plan: RunPlan, layers: LayerFactory | None = None) -> Engine:
+    """Build the model of a plan on this rank and hand it to DeepSpeed. Collective over the world.
+
+    Args:
+        layers: makes the pipeline's layers in place of our decoder (bring your own model; see examples/custom_model.py).
+
+    Raises:
+        ConfigErrors: what only a running process can know (fp16 on a CPU, dropout, no model folder).
+    """
+    spec = plan.model
+    if spec is None:
+        raise ConfigErrors([ConfigError("actor.model.model_path", None, "training needs the model's config.json", "name a folder")])
+    ensure_distributed(plan.config.actor.megatron.distributed_timeout_minutes)
+    device = _device()
+    _refuse_at_run_time(plan, spec, device)
+    ctx = ParallelContext.create(plan.layout, plan.sequence_parallel)
+    out = HeadOutput()
+    attention = attention_factory(plan, ctx)
+    selective = plan.recompute.granularity == "selective"
+    if layers is None:
+        defs = decoder_layers(spec, ctx, attention, out, selective_recompute=selective)
+    else:
+        defs = layers(spec, ctx, attention, out)
+    full = plan.recompute.granularity == "full"
+    recompute = Recompute(plan.recompute.method, plan.recompute.num_layers or 0) if full else Recompute()
+    module = HybridPipelineModule(defs, ctx, plan.stages, recompute)
+    load_start_weights(module, plan, spec, ctx)
+    freeze(module, plan.config.actor.freeze_parameters)
+    return Engine(plan, ctx, module, out)
+
+
+def load_start_weights(module: nn.Module, plan: RunPlan, spec: ModelSpec, ctx: ParallelContext) -> None:
+    """Weights from the model folder's safetensors, or drawn from the run's seed; the same for every layout."""
+    model = plan.config.actor.model
+    from hybrid5d.models.hf import has_safetensors, load_hf_weights
+
+    wanted = model.load_weights
+    if wanted is None:
+        wanted = model.model_path is not None and has_safetensors(model.model_path)
+    if wanted:
+        load_hf_weights(module, str(model.model_path), spec)
+    else:
+        init_weights(module, plan.config.actor.seed, spec.initializer_range)
+
+
+def _refuse_at_run_time(plan: RunPlan, spec: ModelSpec, device: torch.device) -> None:
+    errors = []
+    if plan.precision.dtype == "fp16" and device.type == "cpu":
+        rule = "fp16 training does not run on a CPU"
+        errors.append(ConfigError("actor.model.precision", "fp16", rule, "use bf16 or fp32 here, fp16 on a GPU"))
+    if spec.attention_dropout:
+        key = "actor.model.model_path: config.json attention_dropout"
+        errors.append(ConfigError(key, spec.attention_dropout, "dropout is not supported", "set it to 0.0"))
+    if errors:
+        raise ConfigErrors(errors)

@@ -1,0 +1,38 @@
+"""One micro-batch as one rank sees it: padded, cut over the context-parallel axis, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from hybrid5d.plan.sequence import SequencePlan
+
+
+@dataclass
+class LocalBatch:
+    """What every layer of every stage is given beside the hidden state.
+
+    All ranks of one dp replica build it from the same rows by index arithmetic, so nothing but hidden states and their
+    gradients crosses stages.
+
+    Attributes:
+        input_ids, labels, position_ids: [b, S/cp] in the rank's order (zigzag, …); labels already shifted.
+        sequence: how the rows were cut; attention follows it.
+        hidden_shape: shape of the residual stream on this rank: (b, S/cp, H), or (b, S/(cp*tp), H) with SP.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    sequence: SequencePlan
+    hidden_shape: tuple[int, int, int]
+    _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def shared(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """A value that all layers of a stage use, made once a micro-batch (rotary tables)."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]

@@ -1,0 +1,42 @@
+"""Initial weights that do not depend on the layout: every HF tensor is drawn whole from its own name's seed, then cut."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from hybrid5d.parallel.pieces import Piece, pieces_of
+
+
+def name_seed(seed: int, name: str) -> int:
+    """63-bit seed of a tensor: a hash of the run's seed and the tensor's name."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def initial_tensor(piece: Piece, seed: int, std: float) -> Tensor:
+    """The whole HF tensor in fp32: norms 1, biases 0, matrices normal(0, std)."""
+    if piece.name.endswith(".bias"):
+        return torch.zeros(piece.full_shape)
+    if len(piece.full_shape) == 1:
+        return torch.ones(piece.full_shape)
+    generator = torch.Generator().manual_seed(name_seed(seed, piece.name))
+    return torch.empty(piece.full_shape).normal_(0.0, std, generator=generator)
+
+
+@torch.no_grad()
+def fill_pieces(module: nn.Module, source: Callable[[Piece], Tensor]) -> None:
+    """Write `piece.cut(source(piece))` into every parameter; uncovered rows (vocabulary padding) become zero."""
+    for param in module.parameters():
+        if pieces_of(param):
+            param.zero_()
+        for piece in pieces_of(param):
+            piece.local_view(param).copy_(piece.cut(source(piece)))
+
+
+def init_weights(module: nn.Module, seed: int, std: float) -> None:
+    """Fill a module's parameters from the run's seed."""
+    fill_pieces(module, lambda piece: initial_tensor(piece, seed, std))

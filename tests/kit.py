@@ -1,0 +1,133 @@
+"""Tiny awkward models, ragged rows, and the independent reference: a plain one-process loop on the HF class."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from hybrid5d.data.types import IGNORE_INDEX, Document, StepBatch, shift_labels
+
+COMMON = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 101, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+    "attention_dropout": 0.0, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **COMMON, "tie_word_embeddings": False},
+    "llama_bias": {
+        "model_type": "llama", **COMMON, "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True,
+    },
+    "qwen2": {"model_type": "qwen2", **COMMON, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", **COMMON, "tie_word_embeddings": True, "head_dim": 16},
+    "mistral": {"model_type": "mistral", **COMMON, "tie_word_embeddings": False, "sliding_window": None},
+}  # fmt: skip
+
+
+def hf_model(config: dict[str, Any], seed: int = 0) -> Any:
+    """The HF model of a config, with norm weights from U(0.5, 1.5) and biases from N(0, 0.1)."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation="sdpa")
+    model = model.float()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith(".bias"):
+                p.normal_(0, 0.1)
+            elif p.dim() == 1:
+                p.uniform_(0.5, 1.5)
+            else:
+                p.normal_(0, 0.08)
+    return model
+
+
+def save_model(config: dict[str, Any], folder: Path, seed: int = 0) -> Path:
+    """Write the model as an HF folder."""
+    hf_model(config, seed).save_pretrained(folder)
+    return folder
+
+
+def make_rows(count: int, length: int, vocab: int, seed: int = 0, *, ragged: bool = True) -> list[Document]:
+    """Rows with ragged labels; every fourth row has no label at all. `ragged` varies the lengths too."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for i in range(count):
+        n = int(rng.integers(max(3, length // 2), length + 1)) if ragged else length
+        ids = rng.integers(0, vocab, n).astype(np.int64)
+        labels = np.where(rng.random(n) < 0.6, ids, IGNORE_INDEX)
+        if i % 4 == 3:
+            labels[:] = IGNORE_INDEX
+        rows.append(Document(ids, shift_labels(labels), i))
+    return rows
+
+
+def step_batch(rows: list[Document], dp: int, dp_rank: int, micro: int) -> StepBatch:
+    """This dp rank's share of a global batch: a contiguous run of rows, one document a row."""
+    per = len(rows) // dp
+    mine = rows[dp_rank * per : (dp_rank + 1) * per]
+    batches = tuple(tuple((d,) for d in mine[i : i + micro]) for i in range(0, per, micro))
+    return StepBatch(batches, tuple(d.row_id for d in rows))
+
+
+@dataclass
+class Trace:
+    """What a run did: per step loss and norm; first gradients and last weights by HF name."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    grads: dict[str, np.ndarray] = field(default_factory=dict)
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Optimizer of a test run."""
+
+    optimizer: str = "sgd"
+    lr: float = 0.5
+    clip: float = 0.0
+    weight_decay: float = 0.0
+    eps: float = 1e-8
+    steps: int = 3
+
+
+def _optimizer(model: Any, recipe: Recipe) -> torch.optim.Optimizer:
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=recipe.lr)
+    decay = [p for p in model.parameters() if p.dim() > 1 and p.requires_grad]
+    rest = [p for p in model.parameters() if p.dim() <= 1 and p.requires_grad]
+    groups = [{"params": decay, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), eps=recipe.eps)
+
+
+def document_loss_sum(model: Any, d: Document) -> torch.Tensor:
+    """Sum of the cross entropy over one document's labels."""
+    positions = None if d.position_ids is None else torch.from_numpy(d.position_ids)[None]
+    logits = model(torch.from_numpy(d.input_ids)[None], position_ids=positions).logits[0].float()
+    return F.cross_entropy(logits, torch.from_numpy(d.labels), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def reference(model: Any, steps: list[list[Document]], recipe: Recipe) -> Trace:
+    """Plain loop: loss = sum of CE over all valid labels of the global batch / their count."""
+    optimizer, trace = _optimizer(model, recipe), Trace()
+    for rows in steps:
+        optimizer.zero_grad()
+        valid = sum(int((d.labels != IGNORE_INDEX).sum()) for d in rows)
+        loss = sum(document_loss_sum(model, d) for d in rows) / max(valid, 1)
+        loss.backward()
+        params = [p for p in model.parameters() if p.requires_grad]
+        norm = torch.nn.utils.clip_grad_norm_(params, float("inf"))
+        if not trace.grads:
+            trace.grads = {n: p.grad.numpy().copy() for n, p in model.named_parameters() if p.grad is not None}
+        if recipe.clip:
+            torch.nn.utils.clip_grad_norm_(params, recipe.clip)
+        optimizer.step()
+        trace.losses.append(loss.item())
+        trace.norms.append(float(norm))
+    trace.weights = {n: p.detach().numpy().copy() for n, p in model.named_parameters()}
+    return trace
