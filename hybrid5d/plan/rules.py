@@ -219,5 +219,6 @@ def training_rules(config: RunConfig) -> list[ConfigError]:
 
 
 def _paths(key: str, paths: tuple[str, ...] | None) -> list[ConfigError]:
-    missing = [p for p in paths or () if not (glob.has_magic(p) and glob.glob(p, recursive=True)) and not Path(p).exists()]
+    named = [p for p in paths or () if p.split("/")[0] != "stdlib"]  # `stdlib`: the running Python's own sources
+    missing = [p for p in named if not (glob.has_magic(p) and glob.glob(p, recursive=True)) and not Path(p).exists()]
     return [ConfigError(key, p, "no such file or folder", "check the path") for p in missing]
