@@ -13,6 +13,7 @@ from hybrid5d.config.rlinf_keys import FOREIGN, MUST_BE_OFF, RL_BLOCKS, Foreign
 from hybrid5d.config.schema import RunConfig, block_of, schema_keys
 
 _OPEN = ("cluster.component_placement", "actor.deepspeed", "cluster.node_groups")
+OTHER_COMPONENT = "belongs to another component of RLinf"
 _SURE = 0.85  # similarity at which a typo is more likely than a foreign key
 
 
@@ -73,6 +74,7 @@ class Classifier:
         self.errors: list[ConfigError] = []
         self.blocks: list[str] = []
         self._unknown_blocks: set[str] = set()
+        self._loud: dict[str, list[str]] = {}
         placement = trees.get(account.tree, "cluster.component_placement")
         names: Iterable[str] = placement if isinstance(placement, dict) else ()
         self.components = {n.strip() for key in names for n in str(key).split(",")} - {"actor"}
@@ -82,6 +84,7 @@ class Classifier:
             self._leaf(path, value)
         if self.blocks:
             self.account.tell("blocks of other components are not ours and were left out: " + ", ".join(self.blocks))
+        self._tell_dropped()
 
     def _leaf(self, path: str, value: Any) -> None:
         top = path.split(".")[0]
@@ -97,8 +100,12 @@ class Classifier:
     def _owned(self, path: str, value: Any) -> None:
         if path in self.account.dangling:
             self.errors.append(
-                ConfigError(path, value, f"the reference cannot be resolved: {self.account.dangling[path]}",
-                            "define what it refers to, or write the value here")
+                ConfigError(
+                    path,
+                    value,
+                    f"the reference cannot be resolved: {self.account.dangling[path]}",
+                    "define what it refers to, or write the value here",
+                )
             )
         self.account.owned[path] = value
 
@@ -116,7 +123,7 @@ class Classifier:
 
     def _other_block(self, top: str, path: str, value: Any) -> None:
         if top in RL_BLOCKS or top in self.components:
-            self._leave_out(top, path, value, "belongs to another component of RLinf")
+            self._leave_out(top, path, value, OTHER_COMPONENT)
             return
         near = trees.nearest(top, RunConfig.model_fields, 0.75)
         if near is None and self.account.foreign:
@@ -126,8 +133,12 @@ class Classifier:
         if top not in self._unknown_blocks:
             self._unknown_blocks.add(top)
             self.errors.append(
-                ConfigError(top, None, "unknown block", f"did you mean {near}?" if near else
-                            f"known blocks: {', '.join(RunConfig.model_fields)}")
+                ConfigError(
+                    top,
+                    None,
+                    "unknown block",
+                    f"did you mean {near}?" if near else f"known blocks: {', '.join(RunConfig.model_fields)}",
+                )
             )
 
     def _leave_out(self, top: str, path: str, value: Any, why: str) -> None:
@@ -159,4 +170,8 @@ class Classifier:
         if path in self.account.dangling:
             self.account.tell(f"{path}: {self.account.dangling[path]}; the key is dropped, so this does not matter")
         elif entry.loud and value not in (None, False):
-            self.account.tell(f"{path}={value!r} is dropped: {entry.why}")
+            self._loud.setdefault(entry.why, []).append(f"{path}={value!r}")
+
+    def _tell_dropped(self) -> None:
+        for why, keys in self._loud.items():
+            self.account.tell(f"dropped: {', '.join(keys)}: {why}")

@@ -70,7 +70,11 @@ class Composer:
             data = {}
         if not isinstance(data, dict):
             raise ConfigErrors(
-                [ConfigError("", None, f"{path}: holds a {type(data).__name__}, not a mapping of keys", "repair the file")]
+                [
+                    ConfigError(
+                        "", None, f"{path}: holds a {type(data).__name__}, not a mapping of keys", "repair the file"
+                    )
+                ]
             )
         self.files.append(path)
         if len(self.files) > MAX_FILES:
@@ -95,7 +99,9 @@ class Composer:
         if missing:
             self.errors.append(
                 ConfigError(
-                    "hydra.searchpath", text, f"environment variable {missing[0]} is not set",
+                    "hydra.searchpath",
+                    text,
+                    f"environment variable {missing[0]} is not set",
                     f"export {missing[0]} (RLinf's launch scripts do)",
                 )
             )
@@ -122,7 +128,7 @@ class Composer:
             name, _, package = entry.partition("@")
             return _Item("", (name,), package or None)
         if isinstance(entry, dict) and len(entry) == 1:
-            (words, value), = entry.items()
+            ((words, value),) = entry.items()
             *flags, group = str(words).split() or [""]
             name, at, package = group.partition("@")
             package = package.rpartition(":")[2] if ":" in package else package
@@ -171,7 +177,9 @@ class Composer:
                 if not item.optional:
                     where = ", ".join(str(p) for p in self._search)
                     shown = f"{folder}/{leaf}".lstrip("/")
-                    self._fault(shown, f"{shown}.yaml does not exist under {where}", "put the file there or drop the line")
+                    self._fault(
+                        shown, f"{shown}.yaml does not exist under {where}", "put the file there or drop the line"
+                    )
                 continue
             if found.resolve() in stack:
                 chain = " -> ".join(p.name for p in (*stack, found))

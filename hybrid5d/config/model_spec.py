@@ -110,9 +110,13 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigErrors([ConfigError(key, str(folder), f"{path} does not exist", "give a Hugging Face model folder")]) from None
+        raise ConfigErrors(
+            [ConfigError(key, str(folder), f"{path} does not exist", "give a Hugging Face model folder")]
+        ) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as exc:
-        raise ConfigErrors([ConfigError(key, str(folder), f"{path} cannot be read: {exc}", "repair the file")]) from None
+        raise ConfigErrors(
+            [ConfigError(key, str(folder), f"{path} cannot be read: {exc}", "repair the file")]
+        ) from None
     if not isinstance(config, dict):
         raise ConfigErrors([ConfigError(key, str(folder), f"{path} holds no JSON object", "repair the file")])
     return config

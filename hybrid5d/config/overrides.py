@@ -26,7 +26,8 @@ def parse_overrides(words: Sequence[str]) -> list[Override]:
     Raises:
         ConfigErrors: words that are not of the form; all of them.
     """
-    parsed, errors = [], []
+    parsed: list[Override] = []
+    errors: list[ConfigError] = []
     for word in words:
         try:
             parsed.append(_parse(word))
@@ -46,7 +47,9 @@ def _parse(word: str) -> Override:
             break
     name = name.strip()
     if not name or any(not part for part in name.split(".")) or any(c.isspace() for c in name):
-        raise ConfigErrors([ConfigError("", None, f"override {word!r} has no key", "write key=value, +key=value or ~key")])
+        raise ConfigErrors(
+            [ConfigError("", None, f"override {word!r} has no key", "write key=value, +key=value or ~key")]
+        )
     if action == "remove":
         return Override(action, name)
     if not equals:
@@ -84,7 +87,9 @@ def apply_overrides(
             told[o.key] = "removed on the command line"
         elif o.action == "add" and exists:
             errors.append(
-                ConfigError(o.key, o.value, "+key adds a key, and this one exists", f"write {o.key}=... or ++{o.key}=...")
+                ConfigError(
+                    o.key, o.value, "+key adds a key, and this one exists", f"write {o.key}=... or ++{o.key}=..."
+                )
             )
         elif o.action == "set" and not exists and not _settable(o.key, known):
             errors.append(_absent(o, result, known, "neither the file nor the schema has this key"))
@@ -104,7 +109,9 @@ def _settable(name: str, known: set[str]) -> bool:
 def _absent(o: Override, tree: Mapping[str, Any], known: set[str], rule: str) -> ConfigError:
     present = [path for path, _ in trees.leaves(tree)]
     near = trees.nearest(o.key, [*known, *present])
-    hint = f"did you mean {near}?" if near else f"write +{o.key}=... to add it" if o.action == "set" else "drop the word"
+    hint = (
+        f"did you mean {near}?" if near else f"write +{o.key}=... to add it" if o.action == "set" else "drop the word"
+    )
     return ConfigError(o.key, o.value, rule, hint)
 
 

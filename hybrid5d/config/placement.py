@@ -61,7 +61,9 @@ def _group(value: Any) -> tuple[str | None, Any]:
         return None, value
     unknown = sorted(set(value) - {"node_group", "placement"})
     if unknown or "placement" not in value:
-        raise _Bad("a mapping needs `placement`, and may have `node_group`" + (f"; unknown: {unknown[0]}" if unknown else ""))
+        raise _Bad(
+            "a mapping needs `placement`, and may have `node_group`" + (f"; unknown: {unknown[0]}" if unknown else "")
+        )
     group = value.get("node_group")
     if group is not None and not isinstance(group, str):
         raise _Bad("node_group must be a label", "write one label")
@@ -124,8 +126,10 @@ def _ranks(spec: Any, available: int, what: str) -> list[int]:
             raise _Bad(f"range {part} runs backwards", f"write {last}-{first}")
         if last >= available:
             hint = "; an unquoted a:b is read by YAML as one base-60 number, quote it" if isinstance(spec, int) else ""
-            raise _Bad(f"{what} {last} is outside 0..{available - 1} (nodes x GPUs per node = {available}){hint}",
-                       "use the GPUs that exist, or set --gpus-per-node")
+            raise _Bad(
+                f"{what} {last} is outside 0..{available - 1} (nodes x GPUs per node = {available}){hint}",
+                "use the GPUs that exist, or set --gpus-per-node",
+            )
         ranks += range(first, last + 1)
     return ranks
 

@@ -40,7 +40,9 @@ def not_a_run(tree: dict[str, Any]) -> ConfigError | None:
     backend = get(tree, "actor.training_backend")
     if backend is not None and backend not in ("deepspeed", "megatron"):
         return ConfigError(
-            "actor.training_backend", backend, "only Megatron layouts (or our own) can be translated",
+            "actor.training_backend",
+            backend,
+            "only Megatron layouts (or our own) can be translated",
             "use training_backend: megatron or deepspeed",
         )
     return None
@@ -73,6 +75,7 @@ def apply_aliases(owned: dict[str, Any], account: Account) -> None:
     tree = account.tree
     wanted = (
         ("rollout.model.model_path", "actor.model.model_path", is_rl(tree)),
+        ("agentloop.is_dynamic_rollout_batch", "algorithm.multi_agent", is_rl(tree)),
         ("data.eval_data_paths", "data.val_data_paths", True),
         ("actor.model.vocab_size", "actor.model.padded_vocab_size", True),
     )
@@ -96,7 +99,12 @@ def rules(account: Account, config: RunConfig | None) -> list[ConfigError]:
     """Refusals that need the raw keys; those that need numbers of the layout are in `plan.rules`."""
     tree = account.tree
     evaluates = only_evaluates(tree)
-    errors = [*([evaluates] if evaluates else []), *_moe(tree), *_start_weights(account), *_precision_flags(tree, config)]
+    errors = [
+        *([evaluates] if evaluates else []),
+        *_moe(tree),
+        *_start_weights(account),
+        *_precision_flags(tree, config),
+    ]
     if account.foreign and config is not None:
         errors += _decay_keys(tree, config)
         errors += _foreign_rules(tree, config)
@@ -136,7 +144,9 @@ def _start_weights(account: Account) -> list[ConfigError]:
     source = get(tree, "actor.model.model_path") or (get(tree, "rollout.model.model_path") if is_rl(tree) else None)
     if not source:
         rule = "weights in Megatron's format cannot be read"
-        return [ConfigError(key, value, rule, "name a Hugging Face folder in actor.model.model_path and set this to null")]
+        return [
+            ConfigError(key, value, rule, "name a Hugging Face folder in actor.model.model_path and set this to null")
+        ]
     account.tell(
         f"{key}={value!r} is dropped: weights in Megatron's format cannot be read. Training would start from the Hugging Face "
         f"folder {source!r}; make sure that these are the same weights"
@@ -178,7 +188,9 @@ def _foreign_rules(tree: dict[str, Any], config: RunConfig) -> list[ConfigError]
     errors: list[ConfigError] = []
     runner, actor = config.runner, config.actor
     if actor.seed < 1:
-        errors.append(ConfigError("actor.seed", actor.seed, "RLinf's Megatron actor needs a seed above 0", "use 1 or more"))
+        errors.append(
+            ConfigError("actor.seed", actor.seed, "RLinf's Megatron actor needs a seed above 0", "use 1 or more")
+        )
     save, check = runner.save_interval, runner.val_check_interval
     if check > 0 and save >= 0 and save % check:
         near = max(check, save - save % check)
@@ -194,25 +206,38 @@ def _foreign_rules(tree: dict[str, Any], config: RunConfig) -> list[ConfigError]
         errors.append(ConfigError("data.max_prompt_length", prompt, rule, f"use {runner.seq_length // 2} or less"))
     if (get(tree, "algorithm.critic_warmup_steps") or 0) != 0 and get(tree, "critic.use_critic_model") is True:
         value = get(tree, "algorithm.critic_warmup_steps")
-        errors.append(ConfigError("algorithm.critic_warmup_steps", value, "not implemented in RLinf either", "set it to 0"))
+        errors.append(
+            ConfigError("algorithm.critic_warmup_steps", value, "not implemented in RLinf either", "set it to 0")
+        )
     kind = model_type(tree).lower()
     if get(tree, "runner.task_type") == "sft" and get(tree, "data.type") == "vlm" and kind and kind not in VLM_TYPES:
-        errors.append(ConfigError("actor.model.model_type", kind, "data.type vlm needs a vision-language model", "use qwen2.5_vl"))
+        errors.append(
+            ConfigError("actor.model.model_type", kind, "data.type vlm needs a vision-language model", "use qwen2.5_vl")
+        )
     return errors
 
 
 def notices(account: Account, config: RunConfig) -> None:
     """Everything a user of the YAML must hear, beyond what is dropped in silence."""
     tree = account.tree
-    if any(part in model_type(tree).lower() for part in ("_vl", "vl_", "internvl", "llava")) or get(tree, "data.type") == "vlm":
-        account.tell("vision-language model: the numbers are those of its language model; training it is not supported yet")
+    if (
+        any(part in model_type(tree).lower() for part in ("_vl", "vl_", "internvl", "llava"))
+        or get(tree, "data.type") == "vlm"
+    ):
+        account.tell(
+            "vision-language model: the numbers are those of its language model; training it is not supported yet"
+        )
     _optimizer_notices(account, config)
     _batch_notices(account, config)
     temperature = config.algorithm.sampling_params.temperature
     if account.foreign and temperature != 1.0:
-        account.tell(f"logits divided by temperature {temperature:g} in training: RLinf does, hybrid5d's trainer does not")
+        account.tell(
+            f"logits divided by temperature {temperature:g} in training: RLinf does, hybrid5d's trainer does not"
+        )
     if get(tree, "critic.use_critic_model") is True:
-        account.tell("second Megatron engine (critic) on the same GPUs: only the actor is translated; translate it as a run of its own")
+        account.tell(
+            "second Megatron engine (critic) on the same GPUs: only the actor is translated; translate it as a run of its own"
+        )
 
 
 def _optimizer_notices(account: Account, config: RunConfig) -> None:
@@ -242,7 +267,9 @@ def _optimizer_notices(account: Account, config: RunConfig) -> None:
     if optim.bf16 is False and model.precision == "bf16" or optim.fp16 is False and model.precision == "fp16":
         flags = ", ".join(f"optim.{n}={v}" for n, v in (("bf16", optim.bf16), ("fp16", optim.fp16)) if v is not None)
         account.tell(f"{flags} contradicts precision {model.precision}: precision wins")
-    if get(tree, "actor.optim.optimizer_cpu_offload") is True and not get(tree, "actor.optim.optimizer_offload_fraction"):
+    if get(tree, "actor.optim.optimizer_cpu_offload") is True and not get(
+        tree, "actor.optim.optimizer_offload_fraction"
+    ):
         account.tell("optimizer_cpu_offload with optimizer_offload_fraction 0 (RLinf's default) offloads nothing")
     if model.precision == "fp32" and account.foreign:
         account.tell("precision fp32: RLinf's Megatron actor refuses it, hybrid5d trains in it")
@@ -250,7 +277,7 @@ def _optimizer_notices(account: Account, config: RunConfig) -> None:
 
 def _batch_notices(account: Account, config: RunConfig) -> None:
     tree, runner = account.tree, config.runner
-    if get(tree, "agentloop.is_dynamic_rollout_batch") is True:
+    if config.algorithm.multi_agent:
         account.tell(
             "multi-agent actor: the real global batch is the number of sequences produced (padded to a multiple of dp x micro "
             "batch), the nominal one is shown"

@@ -43,13 +43,18 @@ def _each(names: str, why: str, prefix: str, loud: bool = False) -> dict[str, Fo
 FOREIGN: dict[str, Foreign] = {
     **_each(
         "use_pre_process_policy use_wait_before_last_iter_policy recreate_nccl_groups",
-        "tunes RLinf's elastic scheduler", "cluster.",
+        "tunes RLinf's elastic scheduler",
+        "cluster.",
     ),
     **_each("profiling* tracer*", "RLinf's profiling; DeepSpeed: flops_profiler, wall_clock_breakdown", "cluster."),
     **_each("num_gpus_per_node gpus_per_node", "RLinf dropped this key; give --gpus-per-node", "cluster.", loud=True),
     **_each("auto_scheduler", "off", "cluster."),
     **_each("ray* accelerator* num_gpus", "how RLinf starts its workers; the launcher does that here", "cluster."),
-    **_each("per_worker_log* early_stop* weight_sync_interval ckpt_path only_eval", "read by RLinf's runners only", "runner."),
+    **_each(
+        "per_worker_log* early_stop* weight_sync_interval ckpt_path only_eval",
+        "read by RLinf's runners only",
+        "runner.",
+    ),
     **_each("logger.*", "read by RLinf's loggers only", "runner."),
     **_each("profile* use_profiler* trace* timer* seed group_name", "read by RLinf's runners only", "runner."),
     # algorithm
@@ -59,31 +64,42 @@ FOREIGN: dict[str, Foreign] = {
         "reinpp_kl_beta entropy_bonus calculate_entropy adv_type gamma gae_lambda normalize_advantages advantage_mode "
         "use_reinpp_baseline loss_scales early_stop_imp_ratio value_cliprange critic_warmup_steps use_critic "
         "use_value_loss down_sampling.* kl_* clip_* entropy_* adv_* loss_mask* reward_* value_* huber_* target_kl",
-        _RL_LOSS, "algorithm.",
+        _RL_LOSS,
+        "algorithm.",
     ),
     **_each(
         "sampling_params.* rollout_batch_size_per_gpu val_rollout_batch_size_per_gpu max_num_gen_batches length_params.*",
-        _GEN, "algorithm.",
+        _GEN,
+        "algorithm.",
     ),
     # data
     **_each(
         "dataset_name answer_key choice_key image_keys apply_chat_template use_chat_template apply_chat_template_kwargs* "
         "filter_prompt_by_length data_size lazy_loading system_prompt answer_separator is_markdown unique_columns "
         "is_hybrid process_workers image_* solution_key format* prompt_template* chat_template* max_seq_length",
-        _PREP, "data.",
+        _PREP,
+        "data.",
     ),
     **_each(
         "val_rollout_batch_size validation_shuffle val_batch_size eval_batch_size",
-        "RL validation only", "data.",
+        "RL validation only",
+        "data.",
     ),
     # actor
-    **_each("group_name mcore_gpt spec_name calculate_flops inference_split", "names RLinf's worker or its Megatron class", "actor."),
+    **_each(
+        "group_name mcore_gpt spec_name calculate_flops inference_split",
+        "names RLinf's worker or its Megatron class",
+        "actor.",
+    ),
     **_each("combine_reference_model pack_traj use_critic_model reference*", _RL_LOSS, "actor."),
     **_each("offload_optimizer offload_weight offload_grad", _BETWEEN, "actor.", loud=True),
     **_each("eval_batch_size", "RLinf's SFT evaluation; ours evaluates with micro_batch_size", "actor."),
     **_each("fsdp_config*", "read by RLinf's FSDP backend only", "actor."),
-    **_each("sync_weight* enable_offload rollout_* channel* weight_sync* recompute_logprobs* load_from_actor",
-            "connects RLinf's components", "actor."),
+    **_each(
+        "sync_weight* enable_offload rollout_* channel* weight_sync* recompute_logprobs* load_from_actor",
+        "connects RLinf's components",
+        "actor.",
+    ),
     **_each("tokenizer.*", "RLinf passes on tokenizer_model only", "actor."),
     # actor.model
     **_each(
@@ -92,12 +108,14 @@ FOREIGN: dict[str, Foreign] = {
         "enable_cuda_graph cuda_graph_* use_te_rng_tracker external_cuda_graph cross_entropy_loss_fusion "
         "cross_entropy_fusion_impl deallocate_pipeline_outputs flash_decode use_flash_attn attention_backend "
         "memory_efficient_layer_norm cpu_offloading* gradient_checkpointing*",
-        _KERNEL, "actor.model.",
+        _KERNEL,
+        "actor.model.",
     ),
     **_each(
         "batch_p2p_comm batch_p2p_sync overlap_p2p_comm use_ring_exchange_p2p defer_embedding_wgrad_compute "
         "wgrad_deferral_limit barrier_with_L1_time async_tensor_model_parallel_allreduce microbatch_group_size_per_vp_stage",
-        _COMM, "actor.model.",
+        _COMM,
+        "actor.model.",
     ),
     **_each("tp_comm_* tp_only_amax_red sequence_parallel_*", _TP_KERNEL, "actor.model."),
     **_each("attention_softmax_in_fp32", "our attention always accumulates in fp32", "actor.model."),
@@ -105,7 +123,8 @@ FOREIGN: dict[str, Foreign] = {
         "moe_* num_moe_experts router_* aux_loss* z_loss* expert_tensor_parallel_size expert_model_parallel_size "
         "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mtp_* "
         "first_k_dense_replace n_shared_experts n_routed_experts",
-        _MOE, "actor.model.",
+        _MOE,
+        "actor.model.",
     ),
     **_each(
         "activation normalization position_embedding_type add_bias_linear add_qkv_bias qk_layernorm rotary_* "
@@ -113,77 +132,123 @@ FOREIGN: dict[str, Foreign] = {
         "attention_dropout hidden_dropout seq_len_interpolation_factor init_method_std gated_linear_unit "
         "untie_embeddings_and_output_weights openai_gelu layernorm_* rope_* use_rotary_position_embeddings "
         "apply_query_key_layer_scaling transformer_block_type hidden_act swiglu vocab_size window_size",
-        _FROM_HF, "actor.model.",
+        _FROM_HF,
+        "actor.model.",
     ),
-    **_each("make_vocab_size_divisible_by", "RLinf never pads the vocabulary; ours is padded to a multiple of tp", "actor.model."),
+    **_each(
+        "make_vocab_size_divisible_by",
+        "RLinf never pads the vocabulary; ours is padded to a multiple of tp",
+        "actor.model.",
+    ),
     **_each("variable_seq_lengths", "rows are always of variable length here", "actor.model."),
     **_each("is_lora lora* use_lora", "LoRA is off", "actor.model."),
-    **_each("distribute_saved_activations pipeline_dtype params_dtype autocast_dtype enable_autocast recompute_modules",
-            "follows from model.precision and the layout", "actor.model."),
-    **_each("virtual_pipeline_model_parallel_size pipeline_model_parallel_split_rank mcore_customization_config* "
-            "megatron_checkpoint fp8* fp4*", "off", "actor.model."),
-    **_each("trust_remote_code attn_implementation use_fast num_action* action_* image_* vision_* add_value_head",
-            "read by RLinf's FSDP or embodied models only", "actor.model."),
-    **_each("freeze_vision_model freeze_vision_projection",
-            "the vision tower is not trained here", "actor.model."),
+    **_each(
+        "distribute_saved_activations pipeline_dtype params_dtype autocast_dtype enable_autocast recompute_modules",
+        "follows from model.precision and the layout",
+        "actor.model.",
+    ),
+    **_each(
+        "virtual_pipeline_model_parallel_size pipeline_model_parallel_split_rank mcore_customization_config* "
+        "megatron_checkpoint fp8* fp4*",
+        "off",
+        "actor.model.",
+    ),
+    **_each(
+        "trust_remote_code attn_implementation use_fast num_action* action_* image_* vision_* add_value_head",
+        "read by RLinf's FSDP or embodied models only",
+        "actor.model.",
+    ),
+    **_each("freeze_vision_model freeze_vision_projection", "the vision tower is not trained here", "actor.model."),
     **_each("freeze_language_model", "off", "actor.model."),
     # actor.optim
     **_each("min_lr", "a dead key in RLinf: lr_sched.min_lr wins", "actor.optim."),
     **_each("overlap_param_gather", "DeepSpeed gathers parameters inside step()", "actor.optim."),
     **_each("align_grad_reduce align_param_gather overlap_param_gather_with_optimizer_step", _COMM, "actor.optim."),
-    **_each("optimizer_enable_pin log_num_zeros_in_grad barrier_with_L1_time timers", "a dead key or a metric", "actor.optim."),
+    **_each(
+        "optimizer_enable_pin log_num_zeros_in_grad barrier_with_L1_time timers",
+        "a dead key or a metric",
+        "actor.optim.",
+    ),
     **_each(
         "optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d use_torch_optimizer_for_cpu_offload "
         "pin_cpu_grads pin_cpu_params",
-        "RLinf's fraction of offloaded state is 0, so nothing is offloaded", "actor.optim.",
+        "RLinf's fraction of offloaded state is 0, so nothing is offloaded",
+        "actor.optim.",
     ),
     **_each(
         "use_precision_aware_optimizer exp_avg_dtype exp_avg_sq_dtype main_params_dtype main_grads_dtype "
         "store_param_remainders",
-        "Transformer Engine's low-precision optimizer state; ours is fp32", "actor.optim.", loud=True,
+        "Transformer Engine's low-precision optimizer state; ours is fp32",
+        "actor.optim.",
+        loud=True,
     ),
     **_each("decoupled_lr decoupled_min_lr", "off", "actor.optim."),
-    **_each("value_lr critic_* lr_warmup* lr_scheduler* warmup_* total_training_steps* weight_decay_*",
-            "read by RLinf's FSDP backend only", "actor.optim."),
+    **_each(
+        "value_lr critic_* lr_warmup* lr_scheduler* warmup_* total_training_steps* weight_decay_*",
+        "read by RLinf's FSDP backend only",
+        "actor.optim.",
+    ),
     # actor.lr_sched
     **_each("max_lr lr", "a dead key in RLinf: optim.lr is the peak", "actor.lr_sched."),
     **_each(
         "use_checkpoint_opt_param_scheduler override_opt_param_scheduler lr_decay_samples lr_warmup_samples",
-        "on resume the step counter comes from the checkpoint, the schedule from the YAML", "actor.lr_sched.",
+        "on resume the step counter comes from the checkpoint, the schedule from the YAML",
+        "actor.lr_sched.",
     ),
     # actor.megatron
-    **_each("ckpt_convertor.*", "converts weights to Megatron's format; hybrid5d reads the Hugging Face folder", "actor.megatron."),
+    **_each(
+        "ckpt_convertor.*",
+        "converts weights to Megatron's format; hybrid5d reads the Hugging Face folder",
+        "actor.megatron.",
+    ),
     **_each("profiler.* use_profiler", "torch profiler around RLinf's worker", "actor.megatron."),
     **_each(
         "load save micro_batch_size global_batch_size train_iters pretrained_checkpoint make_vocab_size_divisible_by "
         "swiglu normalization untie_embeddings_and_output_weights",
-        "RLinf overwrites it whatever the YAML says", "actor.megatron.", loud=True,
+        "RLinf overwrites it whatever the YAML says",
+        "actor.megatron.",
+        loud=True,
     ),
-    **_each("mbridge", "Megatron-Bridge builds RLinf's model; ours is read from the Hugging Face folder", "actor.megatron."),
+    **_each(
+        "mbridge", "Megatron-Bridge builds RLinf's model; ours is read from the Hugging Face folder", "actor.megatron."
+    ),
     **_each(
         "use_dist_ckpt ckpt_format ckpt_fully_parallel_save ckpt_fully_parallel_load async_save auto_detect_ckpt_format "
         "ckpt_convert_* non_persistent_* ckpt_assume_constant_structure dist_ckpt_* no_load_optim no_load_rng "
         "no_save_optim no_save_rng finetune exit_on_missing_checkpoint ckpt_step save_interval use_checkpoint_args",
-        _CKPT, "actor.megatron.",
+        _CKPT,
+        "actor.megatron.",
     ),
     **_each(
         "ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw ddp_average_in_collective distributed_backend "
         "nccl_communicator_config_path enable_gloo_process_groups use_tp_pp_dp_mapping num_distributed_optimizer_instances "
         "data_parallel_random_init local_rank lazy_mpu_init use_sharp nccl_ub keep_fp8* data_parallel_sharding_strategy "
         "gradient_reduce_div_fusion suggested_communication_unit_size",
-        _COMM, "actor.megatron.",
+        _COMM,
+        "actor.megatron.",
     ),
-    **_each("tp_comm_overlap_cfg decoder_tp_comm_overlap tp_comm_bootstrap_backend tp_comm_*", _TP_KERNEL, "actor.megatron."),
-    **_each("accumulate_allreduce_grads_in_fp32", "always on here: data_types.grad_accum_dtype is fp32", "actor.megatron."),
-    **_each("check_for_nan_in_loss_and_grad check_for_large_grads", "a non-finite step is reported by our trainer", "actor.megatron."),
+    **_each(
+        "tp_comm_overlap_cfg decoder_tp_comm_overlap tp_comm_bootstrap_backend tp_comm_*", _TP_KERNEL, "actor.megatron."
+    ),
+    **_each(
+        "accumulate_allreduce_grads_in_fp32", "always on here: data_types.grad_accum_dtype is fp32", "actor.megatron."
+    ),
+    **_each(
+        "check_for_nan_in_loss_and_grad check_for_large_grads",
+        "a non-finite step is reported by our trainer",
+        "actor.megatron.",
+    ),
     **_each(
         "encoder_tensor_model_parallel_size encoder_pipeline_model_parallel_size use_torch_fsdp2 use_custom_fsdp skip_train "
-        "moe_use_upcycling", "off", "actor.megatron.",
+        "moe_use_upcycling",
+        "off",
+        "actor.megatron.",
     ),
     **_each(
         "timing_log_* rerun_mode error_injection_* retro_* init_model_with_meta_device log_progress transformer_impl "
         "hybrid_* inference_* mamba_* result_rejected_tracker* straggler* log_* tensorboard_* wandb_* seed eval_* exit_*",
-        "read by Megatron's own training script only", "actor.megatron.",
+        "read by Megatron's own training script only",
+        "actor.megatron.",
     ),
 }
 

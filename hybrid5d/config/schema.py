@@ -58,7 +58,7 @@ Precision = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_precisio
 
 def key(default: Any, description: str, unit: str = "", **limits: Any) -> Any:
     """A schema field: default, what it means, its unit, and pydantic limits (`ge`, `gt`, ...)."""
-    extra = {"unit": unit} if unit else None
+    extra: Any = {"unit": unit} if unit else None
     if isinstance(default, type):
         return Field(default_factory=default, description=description, json_schema_extra=extra, **limits)
     return Field(default=default, description=description, json_schema_extra=extra, **limits)
@@ -131,7 +131,9 @@ class DataConfig(Block):
     train_on: Literal["assistant", "all"] = key("assistant", "chat: turns whose tokens are trained on")
     packing: Literal["none", "documents"] = key("none", "documents: several samples in a row, separated in attention")
     overlong: Literal["truncate", "drop", "error"] = key("truncate", "what happens to a sample longer than seq_length")
-    last_batch: Literal["pad", "drop_last"] = key("pad", "rows left over at the end of an epoch: fill up the batch or not")
+    last_batch: Literal["pad", "drop_last"] = key(
+        "pad", "rows left over at the end of an epoch: fill up the batch or not"
+    )
     chat_template: str | None = key(None, "chat: Jinja file in place of the tokenizer's own template", "path")
     cache_dir: str | None = key(None, "folder of tokenised files; null: ~/.cache/hybrid5d or $XDG_CACHE_HOME", "path")
 
@@ -153,6 +155,7 @@ class AlgorithmConfig(Block):
     )
     loss_agg_func: str = key("token-mean", "RLinf's averaging of the loss inside a micro-batch")
     use_valid_token_scale: Bool = key(False, "RLinf's re-weighting by token counts")
+    multi_agent: Bool = key(False, "prompts yield any number of sequences (RLinf: agentloop.is_dynamic_rollout_batch)")
     sampling_params: SamplingConfig = key(SamplingConfig, "temperature")
 
 
@@ -186,7 +189,9 @@ class ModelConfig(Block):
     sequence_parallel: Bool = key(False, "SP: cut activations between TP regions along the sequence, same ranks as TP")
     decoder_first_pipeline_num_layers: Int | None = key(None, "decoder layers of the first stage", "layers", ge=0)
     decoder_last_pipeline_num_layers: Int | None = key(None, "decoder layers of the last stage", "layers", ge=0)
-    recompute_granularity: Literal["full", "selective"] | None = key(None, "what is recomputed in backward; null: nothing")
+    recompute_granularity: Literal["full", "selective"] | None = key(
+        None, "what is recomputed in backward; null: nothing"
+    )
     recompute_method: Literal["block", "uniform"] | None = key(
         None, "full: block = the first n layers of each stage, uniform = groups of n layers"
     )
@@ -229,7 +234,9 @@ class LRSchedConfig(Block):
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = key(
         "constant", "shape of the schedule after warm-up"
     )
-    lr_decay_iters: Int | None = key(None, "step at which min_lr is reached, warm-up included; null: 100000", "steps", ge=1)
+    lr_decay_iters: Int | None = key(
+        None, "step at which min_lr is reached, warm-up included; null: 100000", "steps", ge=1
+    )
     lr_warmup_fraction: Float | None = key(None, "warm-up as a part of lr_decay_iters; wins over iters", ge=0, lt=1)
     lr_warmup_iters: Int = key(0, "warm-up length", "steps", ge=0)
     lr_warmup_init: Float = key(0.0, "learning rate of the first step when there is a warm-up", ge=0)

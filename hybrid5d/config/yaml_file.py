@@ -124,3 +124,27 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise _fail(str(path), f"holds a {type(data).__name__}, not a mapping of keys")
     return data
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that our loader would read as something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeDumper.yaml_implicit_resolvers.items()}
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+def dump_yaml(tree: dict[str, Any]) -> str:
+    """Text that `parse_yaml` reads back equal; `${` is escaped so that nothing is resolved twice."""
+    return yaml.dump(_escaped(tree), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _escaped(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_escaped(v) for v in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value

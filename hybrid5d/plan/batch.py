@@ -27,7 +27,7 @@ def is_rl(config: RunConfig) -> bool:
     return config.runner.task_type in RL_TASKS and config.data.rollout_batch_size is not None
 
 
-def plan_batch(config: RunConfig, dp: int, multi_agent: bool = False) -> tuple[BatchPlan, list[ConfigError]]:
+def plan_batch(config: RunConfig, dp: int) -> tuple[BatchPlan, list[ConfigError]]:
     """The batch plan for `dp` data-parallel replicas, and every rule it breaks (the plan is nominal then)."""
     errors: list[ConfigError] = []
     sequences: int | None = None
@@ -38,7 +38,7 @@ def plan_batch(config: RunConfig, dp: int, multi_agent: bool = False) -> tuple[B
         minibatches = config.algorithm.n_minibatches
         sequences = (config.data.rollout_batch_size or 0) * config.algorithm.group_size
         total = sequences // minibatches
-        errors += _rl_rules(config, dp, sequences, multi_agent)
+        errors += _rl_rules(config, dp, sequences)
     else:
         key_g, key_m = "actor.global_batch_size", "actor.micro_batch_size"
         micro = config.actor.micro_batch_size
@@ -50,7 +50,9 @@ def plan_batch(config: RunConfig, dp: int, multi_agent: bool = False) -> tuple[B
     budget = None
     if runner.enable_dynamic_batch_size and runner.max_tokens_per_mbs:
         budget = runner.max_tokens_per_mbs * config.actor.model.context_parallel_size
-    return BatchPlan(max(total, 1), micro, steps, runner.enable_dynamic_batch_size, budget, sequences, minibatches), errors
+    return BatchPlan(
+        max(total, 1), micro, steps, runner.enable_dynamic_batch_size, budget, sequences, minibatches
+    ), errors
 
 
 def _closes(total: int, micro: int, dp: int, key_g: str, key_m: str, config: RunConfig) -> list[ConfigError]:
@@ -68,8 +70,9 @@ def _closes(total: int, micro: int, dp: int, key_g: str, key_m: str, config: Run
     return [ConfigError(key_g, value, rule, f"use {what} of {near}, or change {key_m}")]
 
 
-def _rl_rules(config: RunConfig, dp: int, sequences: int, multi_agent: bool) -> list[ConfigError]:
-    errors = []
+def _rl_rules(config: RunConfig, dp: int, sequences: int) -> list[ConfigError]:
+    errors: list[ConfigError] = []
+    multi_agent = config.algorithm.multi_agent
     prompts, n = config.data.rollout_batch_size or 0, config.algorithm.n_minibatches
     key = "data.rollout_batch_size"
     if multi_agent and prompts < dp:
@@ -84,8 +87,9 @@ def _rl_rules(config: RunConfig, dp: int, sequences: int, multi_agent: bool) -> 
     if not errors and (sequences // dp) % n:
         rule = f"{sequences // dp} sequences per dp rank do not divide by it"
         fits = [k for k in range(1, sequences // dp + 1) if (sequences // dp) % k == 0]
-        near = min(fits, key=lambda k: abs(k - n))
-        errors.append(ConfigError("algorithm.n_minibatches", n, rule, f"use a divisor of {sequences // dp}, such as {near}"))
+        closest = min(fits, key=lambda k: abs(k - n))
+        fix = f"use a divisor of {sequences // dp}, such as {closest}"
+        errors.append(ConfigError("algorithm.n_minibatches", n, rule, fix))
     split = config.algorithm.logprob_forward_micro_batch_size
     if not errors and split and not config.runner.enable_dynamic_batch_size:
         per_rank = sequences // dp

@@ -14,6 +14,7 @@ from hybrid5d.config.errors import ConfigError
 from hybrid5d.config.schema import RunConfig
 from hybrid5d.plan.batch import BatchPlan
 from hybrid5d.plan.deepspeed_keys import AUTO_MEANS_DEFAULT, OWNED, SECTIONS, TOP_LEVEL
+from hybrid5d.plan.schedule import build_schedule
 
 _BLOCK = "actor.deepspeed"
 
@@ -57,10 +58,11 @@ def asked_zero_stage(config: RunConfig) -> int:
 def optimizer_block(config: RunConfig) -> dict[str, Any]:
     """`optimizer` of the ds_config."""
     optim = config.actor.optim
+    decay = build_schedule(config, 1).weight_decay(0)
     if optim.optimizer == "sgd":
-        return {"type": "SGD", "params": {"lr": optim.lr, "momentum": optim.sgd_momentum, "weight_decay": optim.weight_decay}}
+        return {"type": "SGD", "params": {"lr": optim.lr, "momentum": optim.sgd_momentum, "weight_decay": decay}}
     betas = [optim.adam_beta1, optim.adam_beta2]
-    params = {"lr": optim.lr, "betas": betas, "eps": optim.adam_eps, "weight_decay": optim.weight_decay}
+    params = {"lr": optim.lr, "betas": betas, "eps": optim.adam_eps, "weight_decay": decay}
     return {"type": "AdamW", "params": {**params, "torch_adam": True, "adam_w_mode": True}}
 
 
@@ -141,7 +143,9 @@ def _user_block(block: dict[str, Any], own: dict[str, Any]) -> tuple[dict[str, A
     for name in block:
         if name not in TOP_LEVEL:
             near = trees.nearest(name, TOP_LEVEL)
-            fix = f"did you mean {near}?" if near else "DeepSpeed 0.19.8 has no such key (it would be ignored in silence)"
+            fix = (
+                f"did you mean {near}?" if near else "DeepSpeed 0.19.8 has no such key (it would be ignored in silence)"
+            )
             errors.append(ConfigError(f"{_BLOCK}.{name}", block[name], "unknown DeepSpeed key", fix))
     for path, value in trees.leaves({k: v for k, v in block.items() if k in TOP_LEVEL}):
         error = _section_fault(path, value)
@@ -179,7 +183,9 @@ def _leaf(path: str, value: Any, own: dict[str, Any]) -> tuple[bool, ConfigError
         if value == "auto":
             if path in AUTO_MEANS_DEFAULT:
                 return False, None
-            return False, ConfigError(key, value, "'auto' has nothing to be taken from", "write a value, or remove the key")
+            return False, ConfigError(
+                key, value, "'auto' has nothing to be taken from", "write a value, or remove the key"
+            )
         if path == "zero_optimization.stage" and (isinstance(value, bool) or value not in (0, 1, 2, 3)):
             return False, ConfigError(key, value, "the stages are 0, 1, 2 and 3", "use 1")
         return True, None

@@ -9,6 +9,7 @@ from hybrid5d.config.errors import ConfigError
 from hybrid5d.config.schema import ModelConfig, RunConfig
 from hybrid5d.plan.deepspeed_config import asked_zero_stage
 from hybrid5d.plan.model import ModelNumbers
+from hybrid5d.plan.sequence_rules import check_heads, check_hierarchical, default_ulysses
 from hybrid5d.plan.schedule import DEFAULT_DECAY_STEPS, warmup_steps
 
 _M, _O, _L = "actor.model.", "actor.optim.", "actor.lr_sched."
@@ -50,7 +51,9 @@ def head_rules(model: ModelConfig, numbers: ModelNumbers) -> list[ConfigError]:
         rule = f"num_key_value_heads={kv} is neither a multiple nor a divisor of it"
         errors.append(ConfigError(key, tp, rule, f"use one of {_some(_tp_values(heads or kv, kv))}"))
     if not errors and heads is not None:
-        errors += _ulysses_rules(model, heads // tp, max((kv or heads) // tp, 1), heads, kv or heads)
+        cp, sizes = model.context_parallel_size, model.hierarchical_context_parallel_sizes
+        degree = sizes[0] if sizes is not None else default_ulysses(kv or heads, tp, cp)
+        errors += check_heads(heads, kv or heads, tp, cp, model.cp_comm_type, degree)
     return errors
 
 
@@ -62,48 +65,18 @@ def _some(values: list[int]) -> str:
     return ", ".join(str(v) for v in values)
 
 
-def ulysses_degree(model: ModelConfig, local_kv: int) -> int:
-    """Ranks that exchange heads: cp for a2a, the first of the pair for a2a+p2p (default: largest that kv heads divide)."""
-    cp = model.context_parallel_size
-    if model.cp_comm_type == "a2a":
-        return cp
-    if model.cp_comm_type != "a2a+p2p":
-        return 1
-    if model.hierarchical_context_parallel_sizes is not None:
-        return model.hierarchical_context_parallel_sizes[0]
-    return max(d for d in divisors(cp) if local_kv % d == 0)
-
-
-def _ulysses_rules(model: ModelConfig, local: int, local_kv: int, heads: int, kv: int) -> list[ConfigError]:
-    degree = ulysses_degree(model, local_kv)
-    tp = model.tensor_model_parallel_size
-    have = f"{heads} query heads and {kv} kv heads over tp={tp} leave {local} and {local_kv} per rank"
-    if local % degree == 0 and (local_kv % degree == 0 or degree % local_kv == 0):
-        return []
-    legal = [d for d in divisors(local) if local_kv % d == 0 or d % local_kv == 0]
-    key = f"{_M}context_parallel_size"
-    if model.cp_comm_type == "a2a+p2p" and model.hierarchical_context_parallel_sizes is not None:
-        key = f"{_M}hierarchical_context_parallel_sizes"
-    value = model.context_parallel_size if key.endswith("parallel_size") else list(model.hierarchical_context_parallel_sizes or ())
-    rule = f"Ulysses over {degree} ranks cannot share them: {have}"
-    return [ConfigError(key, value, rule, f"use a Ulysses degree of {_some(legal)}, or cp_comm_type: p2p")]
-
-
 def model_rules(model: ModelConfig) -> list[ConfigError]:
     """Rules between the parallel and recompute keys themselves."""
     errors: list[ConfigError] = []
     if model.sequence_parallel and model.tensor_model_parallel_size == 1:
-        rule = "sequence parallelism cuts activations over the tensor-parallel group, and tensor_model_parallel_size is 1"
-        errors.append(ConfigError(f"{_M}sequence_parallel", True, rule, "set it to false, or tensor_model_parallel_size >= 2"))
-    sizes, cp = model.hierarchical_context_parallel_sizes, model.context_parallel_size
-    if sizes is not None:
-        key = f"{_M}hierarchical_context_parallel_sizes"
-        if model.cp_comm_type != "a2a+p2p":
-            errors.append(ConfigError(key, list(sizes), f"cp_comm_type is {model.cp_comm_type}", "use cp_comm_type: a2a+p2p"))
-        elif min(sizes) < 1 or sizes[0] * sizes[1] != cp:
-            rule = f"{sizes[0]} x {sizes[1]} is not context_parallel_size={cp}"
-            fits = ", ".join(f"[{d}, {cp // d}]" for d in divisors(cp))
-            errors.append(ConfigError(key, list(sizes), rule, f"use one of {fits}"))
+        rule = (
+            "sequence parallelism cuts activations over the tensor-parallel group, and tensor_model_parallel_size is 1"
+        )
+        errors.append(
+            ConfigError(f"{_M}sequence_parallel", True, rule, "set it to false, or tensor_model_parallel_size >= 2")
+        )
+    sizes = model.hierarchical_context_parallel_sizes
+    errors += check_hierarchical(sizes, model.context_parallel_size, model.cp_comm_type)
     return errors + _recompute_rules(model)
 
 
@@ -112,10 +85,16 @@ def _recompute_rules(model: ModelConfig) -> list[ConfigError]:
     method, count = model.recompute_method, model.recompute_num_layers
     if model.recompute_granularity == "full":
         if method is None:
-            errors.append(ConfigError(f"{_M}recompute_method", None, "recompute_granularity full needs it", "use uniform or block"))
+            errors.append(
+                ConfigError(
+                    f"{_M}recompute_method", None, "recompute_granularity full needs it", "use uniform or block"
+                )
+            )
         if count is None:
             rule = "recompute_granularity full needs it"
-            errors.append(ConfigError(f"{_M}recompute_num_layers", None, rule, "use 1 with uniform, or layers per stage"))
+            errors.append(
+                ConfigError(f"{_M}recompute_num_layers", None, rule, "use 1 with uniform, or layers per stage")
+            )
     elif model.recompute_granularity == "selective" and count is not None:
         rule = "recompute_granularity selective recomputes attention in every layer, so it must be null"
         errors.append(ConfigError(f"{_M}recompute_num_layers", count, rule, "set it to null"))
@@ -130,7 +109,9 @@ def schedule_rules(config: RunConfig) -> list[ConfigError]:
     if warmup >= decay:
         name = "lr_warmup_iters" if sched.lr_warmup_fraction is None else "lr_warmup_fraction"
         rule = f"warm-up of {warmup:g} steps must end before lr_decay_iters={decay} (which counts from step 0)"
-        errors.append(ConfigError(f"{_L}{name}", getattr(sched, name), rule, f"use fewer than {decay} steps of warm-up"))
+        errors.append(
+            ConfigError(f"{_L}{name}", getattr(sched, name), rule, f"use fewer than {decay} steps of warm-up")
+        )
     if sched.min_lr > optim.lr:
         rule = f"must not exceed actor.optim.lr={optim.lr:g}"
         errors.append(ConfigError(f"{_L}min_lr", sched.min_lr, rule, f"use {optim.lr:g} or less"))
@@ -138,7 +119,9 @@ def schedule_rules(config: RunConfig) -> list[ConfigError]:
         rule = f"must not exceed actor.optim.lr={optim.lr:g}"
         errors.append(ConfigError(f"{_L}lr_warmup_init", sched.lr_warmup_init, rule, f"use {optim.lr:g} or less"))
     if sched.lr_decay_style == "WSD" and sched.lr_wsd_decay_iters is None:
-        errors.append(ConfigError(f"{_L}lr_wsd_decay_iters", None, "style WSD needs the length of its tail", "write it"))
+        errors.append(
+            ConfigError(f"{_L}lr_wsd_decay_iters", None, "style WSD needs the length of its tail", "write it")
+        )
     if sched.lr_decay_style == "WSD" and (sched.lr_wsd_decay_iters or 0) > decay:
         rule = f"the tail is longer than lr_decay_iters={decay}"
         errors.append(ConfigError(f"{_L}lr_wsd_decay_iters", sched.lr_wsd_decay_iters, rule, f"use {decay} or less"))
@@ -190,7 +173,8 @@ def logger_rules(config: RunConfig) -> list[ConfigError]:
     """Trackers that exist."""
     unknown = [b for b in config.runner.logger.logger_backends if b not in BACKENDS]
     return [
-        ConfigError("runner.logger.logger_backends", b, "unknown tracker", f"known: {', '.join(BACKENDS)}") for b in unknown
+        ConfigError("runner.logger.logger_backends", b, "unknown tracker", f"known: {', '.join(BACKENDS)}")
+        for b in unknown
     ]
 
 
@@ -203,18 +187,26 @@ def training_rules(config: RunConfig) -> list[ConfigError]:
         errors.append(ConfigError("data.type", data.type, rule, "use chat for conversations, text for documents"))
     if not data.train_data_paths:
         errors.append(ConfigError("data.train_data_paths", None, "a run needs data", "name files, folders or globs"))
-    errors += _paths("data.train_data_paths", data.train_data_paths) + _paths("data.val_data_paths", data.val_data_paths)
+    errors += _paths("data.train_data_paths", data.train_data_paths) + _paths(
+        "data.val_data_paths", data.val_data_paths
+    )
     folder = Path(model.model_path) if model.model_path else None
     if model.load_weights and folder is not None and folder.is_dir() and not any(folder.glob("*.safetensors")):
         rule = f"{folder} has no safetensors"
-        errors.append(ConfigError(f"{_M}load_weights", True, rule, "convert the weights to safetensors, or load_weights: false"))
+        errors.append(
+            ConfigError(f"{_M}load_weights", True, rule, "convert the weights to safetensors, or load_weights: false")
+        )
     tokenizer = config.actor.tokenizer.tokenizer_model
     if tokenizer not in (None, "byte") and not Path(str(tokenizer)).exists():
         rule = "the folder does not exist"
-        errors.append(ConfigError("actor.tokenizer.tokenizer_model", tokenizer, rule, "name a tokenizer folder, or byte"))
+        errors.append(
+            ConfigError("actor.tokenizer.tokenizer_model", tokenizer, rule, "name a tokenizer folder, or byte")
+        )
     resume = config.runner.resume_dir
     if resume not in (None, "auto") and not Path(str(resume)).is_dir():
-        errors.append(ConfigError("runner.resume_dir", resume, "the folder does not exist", "name a checkpoint, auto, or null"))
+        errors.append(
+            ConfigError("runner.resume_dir", resume, "the folder does not exist", "name a checkpoint, auto, or null")
+        )
     return errors
 
 

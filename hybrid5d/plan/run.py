@@ -85,7 +85,7 @@ def assemble(
     layout = ParallelLayout(pp=pp, dp=dp, cp=cp, tp=tp)
     world_fits = not errors
     errors += _placement_rules(config, world_size, gpus_per_node, training)
-    batch, batch_errors = plan_batch(config, dp, multi_agent=_multi_agent(config))
+    batch, batch_errors = plan_batch(config, dp)
     errors += batch_errors if world_fits else []
     reading = read_model(config, training)
     errors += reading.errors + rules.head_rules(model, reading.numbers) + rules.model_rules(model)
@@ -121,11 +121,6 @@ def _recompute(config: RunConfig) -> RecomputePlan:
     if model.recompute_granularity == "selective":
         return RecomputePlan("selective")
     return RecomputePlan("full", model.recompute_method, model.recompute_num_layers)
-
-
-def _multi_agent(config: RunConfig) -> bool:
-    account = config.account
-    return account is not None and trees.get(account.tree, "agentloop.is_dynamic_rollout_batch") is True
 
 
 def _stages(config: RunConfig, numbers: ModelNumbers) -> tuple[tuple[int, ...], list[ConfigError]]:
@@ -184,10 +179,14 @@ def _notices(plan: RunPlan, reading: ModelReading) -> tuple[str, ...]:
     told: list[str] = list(account.notices) if account is not None else []
     told += [n for n in reading.notices if n not in told]
     if asked_zero_stage(config) == 0:
-        told.append("ZeRO 0 is asked for; stage 1 runs, because DeepSpeed's norm and clipping are exact only from stage 1 on")
+        told.append(
+            "ZeRO 0 is asked for; stage 1 runs, because DeepSpeed's norm and clipping are exact only from stage 1 on"
+        )
     warmup = plan.schedule.warmup_steps
     if 0 < warmup < 1:
-        told.append(f"warmup {warmup:g} iter: only optimizer step 1 runs at lr_warmup_init={plan.schedule.warmup_init:g}, full lr from step 2")
+        told.append(
+            f"warmup {warmup:g} iter: only optimizer step 1 runs at lr_warmup_init={plan.schedule.warmup_init:g}, full lr from step 2"
+        )
     if config.actor.model.recompute_granularity is None and config.actor.model.recompute_method is not None:
         told.append("recompute_method without recompute_granularity: nothing is recomputed")
     if "swanlab" in config.runner.logger.logger_backends:
@@ -213,9 +212,13 @@ def _more_than_megatron(plan: RunPlan, numbers: ModelNumbers) -> list[str]:
         return []
     told = []
     if numbers.num_layers is not None and numbers.num_layers % pp:
-        told.append(f"{numbers.num_layers} layers over pp={pp}: Megatron refuses an uneven split, hybrid5d uses {list(plan.stages)}")
+        told.append(
+            f"{numbers.num_layers} layers over pp={pp}: Megatron refuses an uneven split, hybrid5d uses {list(plan.stages)}"
+        )
     if numbers.vocab_size is not None and numbers.vocab_size % tp:
-        told.append(f"vocabulary {numbers.vocab_size} over tp={tp}: RLinf refuses it, hybrid5d pads it and hides the padding")
+        told.append(
+            f"vocabulary {numbers.vocab_size} over tp={tp}: RLinf refuses it, hybrid5d pads it and hides the padding"
+        )
     kv = numbers.num_key_value_heads
     if kv is not None and kv % tp and tp % kv == 0:
         told.append(f"{kv} kv heads over tp={tp}: RLinf's default Megatron refuses it, hybrid5d replicates kv heads")

@@ -102,7 +102,9 @@ def build_schedule(config: RunConfig, global_batch_size: int) -> LRSchedule:
     """The schedule a config asks for; `plan.rules` has checked it."""
     optim, sched = config.actor.optim, config.actor.lr_sched
     constant = sched.lr_decay_style == "constant"
-    decay = [optim.weight_decay if v is None or constant else v for v in (sched.start_weight_decay, sched.end_weight_decay)]
+    decay = [
+        optim.weight_decay if v is None or constant else v for v in (sched.start_weight_decay, sched.end_weight_decay)
+    ]
     return LRSchedule(
         style=sched.lr_decay_style,
         max_lr=optim.lr,

@@ -46,6 +46,14 @@ class Block:
     first: bool = False
 
     @property
+    def rows(self) -> slice:
+        return slice(self.q0, self.q1)
+
+    @property
+    def keys(self) -> slice:
+        return slice(self.k0, self.k1)
+
+    @property
     def scores(self) -> int:
         """Scores that the mask leaves."""
         rows, keys = self.q1 - self.q0, self.k1 - self.k0

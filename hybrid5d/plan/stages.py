@@ -45,7 +45,9 @@ def _check(num_layers: int, pp: int, first: int | None, last: int | None, free: 
     middle = [s for s in free if 0 < s < pp - 1]
     if rest < len(middle):
         if first is None and last is None:
-            rule = f"{num_layers} decoder layers fill at most {num_layers + 2} stages (embedding and head may stand alone)"
+            rule = (
+                f"{num_layers} decoder layers fill at most {num_layers + 2} stages (embedding and head may stand alone)"
+            )
             raise ConfigErrors([ConfigError(_LAYERS, pp, rule, f"use {num_layers + 2} or less")])
         key, value = (_FIRST, first) if first is not None else (_LAST, last)
         rule = f"leaves {rest} of {num_layers} layers for the other {len(free)} stages"

@@ -1,0 +1,84 @@
+"""The files that describe a plan: ds_config.json, accelerate.yaml, layout.json, resolved.yaml, report.json."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from hybrid5d.config.errors import ConfigError, ConfigErrors
+from hybrid5d.config.schema import RunConfig
+from hybrid5d.config.tree import drop
+from hybrid5d.config.yaml_file import dump_yaml
+from hybrid5d.plan.accelerate_config import accelerate_config
+from hybrid5d.plan.layout import AXES, RANK_ORDER
+from hybrid5d.plan.run import RunPlan
+
+DS_CONFIG, ACCELERATE, LAYOUT, RESOLVED, REPORT = (
+    "ds_config.json", "accelerate.yaml", "layout.json", "resolved.yaml", "report.json",
+)  # fmt: skip
+_HEAD = "# Resolved by hybrid5d: every default written out, no reference left. Starts the same run as the original.\n"
+
+
+def layout_document(plan: RunPlan) -> dict[str, Any]:
+    """layout.json: degrees, groups of each axis, stages, and every rank's coordinate."""
+    layout = plan.layout
+    return {
+        "world_size": layout.world_size,
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "cp": layout.cp,
+        "dp": layout.dp,
+        "sequence_parallel": plan.sequence_parallel,
+        "rank_order": RANK_ORDER,
+        "decoder_layers_per_stage": list(plan.stages) or None,
+        "groups": {axis: layout.groups(axis) for axis in reversed(AXES)} | {"dp_cp": layout.groups("dp", "cp")},
+        "ranks": [
+            {"rank": rank, **{axis: getattr(layout.coordinate(rank), axis) for axis in reversed(AXES)}}
+            for rank in range(layout.world_size)
+        ],
+    }
+
+
+def resolved_text(config: RunConfig) -> str:
+    """resolved.yaml. Loading it gives an equal config, so a run from it is the same run."""
+    tree = config.to_tree()
+    if config.runner.task_type != "sft" and config.data.rollout_batch_size is not None:
+        for path in ("actor.micro_batch_size", "actor.global_batch_size"):  # RL arithmetic decides both
+            drop(tree, path)
+    return _HEAD + dump_yaml(tree)
+
+
+def json_text(value: Any) -> str:
+    """Stable JSON with a final newline."""
+    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def plan_files(plan: RunPlan) -> dict[str, str]:
+    """File name -> content of everything that a launcher or worker reads."""
+    nodes = plan.config.cluster.num_nodes
+    return {
+        DS_CONFIG: json_text(plan.deepspeed),
+        ACCELERATE: dump_yaml(accelerate_config(plan.layout.world_size, nodes, DS_CONFIG)),
+        LAYOUT: json_text(layout_document(plan)),
+        RESOLVED: resolved_text(plan.config),
+    }
+
+
+def write_files(folder: str | Path, files: dict[str, str]) -> None:
+    """Write each file whole (temporary name, then rename).
+
+    Raises:
+        ConfigErrors: the folder cannot be made or written.
+    """
+    target = Path(folder)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            part = target / f".{name}.{os.getpid()}"
+            part.write_text(text, encoding="utf-8")
+            part.replace(target / name)
+    except OSError as exc:
+        error = ConfigError("--out", str(folder), f"cannot be written: {exc.strerror}", "choose another folder")
+        raise ConfigErrors([error]) from None
