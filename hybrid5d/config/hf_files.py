@@ -128,8 +128,10 @@ def read_hf_folder(folder: str | Path) -> tuple[HfWeights, list[ConfigError]]:
     folder = Path(folder)
     if not has_safetensors(folder):
         return HfWeights(folder), [_no_weights(folder)]
+    weight_map: dict[str, str] = {}
+    errors: list[ConfigError] = []
     if (folder / SINGLE_FILE).is_file():
-        weight_map, errors, files = {}, [], [SINGLE_FILE]
+        files = [SINGLE_FILE]
     else:
         weight_map, errors = _index_files(folder)
         files = sorted({f for f in weight_map.values() if (folder / f).exists()})
@@ -201,9 +203,9 @@ def check_tensors(weights: HfWeights, expected: Mapping[str, tuple[int, ...]], t
         refuse(f"{HEAD} is missing", "set tie_word_embeddings=true in config.json if the head shares the embedding")
     elif missing:
         refuse(f"{len(missing)} tensors are missing: {_some(missing)}", "download the folder again")
-    faults = [_check_tensor(n, weights.tensors[s][1], expected[n]) for n, s in stored.items() if s in weights.tensors]
-    faults = [f for f in faults if f]
-    for rule, fix in [f for f in faults if f][: 2 * SHOWN]:
+    present = {n: weights.tensors[s][1] for n, s in stored.items() if s in weights.tensors}
+    faults = [f for n, header in present.items() if (f := _check_tensor(n, header, expected[n]))]
+    for rule, fix in faults[: 2 * SHOWN]:
         refuse(rule, fix)
     if len(faults) > 2 * SHOWN:
         refuse(
