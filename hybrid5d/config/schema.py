@@ -295,6 +295,13 @@ class RunConfig(Block):
         """What loading found out about each input key (`config.account.Account`), or None for a config built by hand."""
         return self._account
 
+    def __eq__(self, other: object) -> bool:
+        """Equal values; where they were read from does not matter."""
+        return isinstance(other, RunConfig) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        return hash((self.runner, self.data.train_data_paths, self.actor.seed))
+
     def to_tree(self) -> dict[str, Any]:
         """The whole config as plain YAML-ready data, defaults written out."""
         return self.model_dump(mode="json")
