@@ -73,6 +73,7 @@ def _data_options(plan: RunPlan, paths: tuple[str, ...]) -> DataOptions:
         text_key=config.text_key,
         chat_template=config.chat_template,
         cache_dir=config.cache_dir,
+        num_workers=config.num_workers,
     )
 
 

@@ -91,6 +91,9 @@ def _check_messages(value: Any, key: str) -> list[Message]:
     return messages
 
 
+Encoded = tuple[np.ndarray, np.ndarray] | BadRecord  # ids [n] and mask of targets [n] uint8, or why there are none
+
+
 class ChatEncoder:
     """Messages -> (ids, mask of targets), by the tokenizer's own chat template.
 
@@ -102,7 +105,7 @@ class ChatEncoder:
         self.tokenizer, self.train_on = tokenizer, train_on
         self._profile = probe_template(tokenizer) if isinstance(tokenizer, FastTokenizer) else None
 
-    def encode(self, conversations: Sequence[list[Message]]) -> list[tuple[np.ndarray, np.ndarray] | BadRecord]:
+    def encode(self, conversations: Sequence[list[Message]]) -> list[Encoded]:
         """For each conversation its (ids [n], mask [n] uint8), or why it cannot be encoded."""
         if isinstance(self.tokenizer, ByteTokenizer):
             return [encode_bytes(c, self.tokenizer, self.train_on) for c in conversations]
@@ -116,7 +119,7 @@ class ChatEncoder:
             texts.append(result[0])
             spans.append(result[1])
         encoded = iter(zip(self.tokenizer.encode_with_offsets(texts), spans, strict=True))
-        out: list[tuple[np.ndarray, np.ndarray] | BadRecord] = []
+        out: list[Encoded] = []
         for place in range(len(conversations)):
             if place in failed:
                 out.append(failed[place])
