@@ -56,12 +56,12 @@ class ContextParallelAttention(nn.Module):
         self.cp, self.method, self.softmax_scale, self.kernel = cp, method, softmax_scale, kernel
         self.traffic = Traffic()
 
-    def kernel_name(self, device: torch.device, dtype: torch.dtype) -> str:
-        """The kernel that tensors of this device and dtype run on."""
-        return self._kernel(device, dtype).name
+    def kernel_name(self, device: torch.device, dtype: torch.dtype, head_dim: int = 64) -> str:
+        """The kernel that such tensors run on."""
+        return self._kernel(device, dtype, head_dim).name
 
-    def _kernel(self, device: torch.device, dtype: torch.dtype) -> Kernel:
-        return choose_kernel(self.kernel, device, dtype) if isinstance(self.kernel, str) else self.kernel
+    def _kernel(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+        return choose_kernel(self.kernel, device, dtype, head_dim) if isinstance(self.kernel, str) else self.kernel
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, plan: SequencePlan, window: int | None = None) -> Tensor:
         """q [b, S/cp, nq, d], k, v [b, S/cp, nkv, d] (local heads) -> [b, S/cp, nq, d].
@@ -73,7 +73,7 @@ class ContextParallelAttention(nn.Module):
         if q.shape[:2] != (plan.batch, plan.local_length):
             raise ValueError(f"q is {tuple(q.shape[:2])}, the plan says {(plan.batch, plan.local_length)}")
         scale = q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
-        setup = RingSetup(self.ring, plan, self._kernel(q.device, q.dtype), scale, window, self.traffic)
+        setup = RingSetup(self.ring, plan, self._kernel(q.device, q.dtype, q.shape[-1]), scale, window, self.traffic)
         q, k, v = to_heads(q, k, v, self.ulysses, self.traffic)
         return to_sequence(attend(q, k, v, setup), self.ulysses, self.traffic)
 

@@ -6,18 +6,19 @@ max-shifted log-sum-exp; the backward recomputes only each block's probabilities
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hybrid5d.context_parallel.comm import Traffic
-from hybrid5d.context_parallel.kernels import Kernel
+from hybrid5d.context_parallel.kernels import Call, Kernel
 from hybrid5d.context_parallel.transport import GatherTransport, Part, RingTransport, Transport, accumulate_dtype
 from hybrid5d.parallel.context import Axis
-from hybrid5d.plan.sequence import SequencePlan, Step
-from hybrid5d.plan.sequence_blocks import Block
+from hybrid5d.plan.sequence import SequencePlan
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,13 @@ class RingSetup:
     window: int | None = None
     traffic: Traffic | None = None
 
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        """This rank's program."""
-        return self.plan.steps(self.axis.rank, self.window)
+    def calls(self, i: int, device: torch.device) -> Sequence[Call]:
+        """The kernel calls of this rank's step i."""
+        key = ("calls", self.kernel.name, self.axis.rank, i, self.window, device)
+        if key not in self.plan.cache:
+            blocks = self.plan.steps(self.axis.rank, self.window)[i].blocks
+            self.plan.cache[key] = self.kernel.calls(blocks, device)
+        return self.plan.cache[key]
 
     def transport(self) -> Transport:
         """A fresh one for one pass."""
@@ -53,23 +57,23 @@ class Merge:
         self._out: Tensor | None = None  # [b, s, nq, d]
         self._lse: Tensor | None = None  # [b, nq, s]
 
-    def add(self, block: Block, out: Tensor, lse: Tensor) -> None:
-        """Merge a block's result into its rows: weights from the difference of the two lse, so nothing overflows."""
+    def add(self, call: Call, out: Tensor, lse: Tensor) -> None:
+        """Merge a call's result into its rows: weights from the difference of the two lse, so nothing overflows."""
         out = out.to(accumulate_dtype(out.dtype))
         if self._out is None or self._lse is None:
-            if block.q1 - block.q0 == self._q.shape[1]:
+            if out.shape == self._q.shape:
                 self._out, self._lse = out, lse
                 return
             self._out, self._lse = self._empty(lse.dtype)
-        rows = slice(block.q0, block.q1)
-        if block.first:
+        rows = call.rows
+        if not call.first:
+            old = self._lse[:, :, rows]
+            weight = torch.sigmoid(lse - old).transpose(1, 2).unsqueeze(-1)  # [b, m, nq, 1]
+            out = self._out[:, rows].lerp_(out, weight)  # in place where rows is a range
+            lse = torch.logaddexp(old, lse)
+        if call.first or not isinstance(rows, slice):
             self._out[:, rows] = out
-            self._lse[:, :, rows] = lse
-            return
-        old = self._lse[:, :, rows]
-        weight = torch.sigmoid(lse - old).transpose(1, 2).unsqueeze(-1)  # [b, m, nq, 1]
-        self._out[:, rows].lerp_(out, weight)
-        old.copy_(torch.logaddexp(old, lse))
+        self._lse[:, :, rows] = lse
 
     def _empty(self, lse_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         b, s, heads, d = self._q.shape
@@ -87,38 +91,37 @@ class Merge:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, setup: RingSetup) -> Tensor:
-        merge, steps, transport = Merge(q), setup.steps, setup.transport()
+        merge, transport = Merge(q), setup.transport()
         transport.start(k, v)
         for i in range(transport.hops + 1):
             keys, values = transport.fetch(i)
-            for block in steps[i].blocks:
-                rows, cols = slice(block.q0, block.q1), slice(block.k0, block.k1)
-                merge.add(block, *setup.kernel.forward(q[:, rows], keys[:, cols], values[:, cols], block, setup.scale))
+            for call in setup.calls(i, q.device):
+                part = q[:, call.rows], keys[:, call.keys], values[:, call.keys]
+                merge.add(call, *setup.kernel.forward(*part, call, setup.scale))
         out, lse = merge.result()
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.setup = setup
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         setup: RingSetup = ctx.setup
         dout = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
-        steps, transport = setup.steps, setup.transport()
+        transport = setup.transport()
         transport.start(k, v)
         dq: Tensor | None = None
         home: list[Part] = []
         for i in range(transport.hops + 1):
             keys, values = transport.fetch(i)
             parts: list[Part] = []
-            for block in steps[i].blocks:
-                rows, cols = slice(block.q0, block.q1), slice(block.k0, block.k1)
-                dq_block, dk, dv = setup.kernel.backward(
-                    dout[:, rows], q[:, rows], keys[:, cols], values[:, cols], out[:, rows], lse[:, :, rows],
-                    block, setup.scale,
-                )  # fmt: skip
-                dq = _add_rows(dq, block, dq_block, q)
-                parts.append((block, dk, dv))
+            for call in setup.calls(i, q.device):
+                part = q[:, call.rows], keys[:, call.keys], values[:, call.keys]
+                given = out[:, call.rows], lse[:, :, call.rows]
+                dq_part, dk, dv = setup.kernel.backward(dout[:, call.rows], *part, *given, call, setup.scale)
+                dq = _add_rows(dq, call, dq_part, q)
+                parts.append((call.keys, dk, dv))
             if i == 0:
                 home = parts
             else:
@@ -127,12 +130,12 @@ class _RingAttention(torch.autograd.Function):
         return (torch.zeros_like(q) if dq is None else dq.to(q.dtype)), dk.to(k.dtype), dv.to(v.dtype), None
 
 
-def _add_rows(dq: Tensor | None, block: Block, part: Tensor, q: Tensor) -> Tensor:
+def _add_rows(dq: Tensor | None, call: Call, part: Tensor, q: Tensor) -> Tensor:
     if dq is None:
-        if block.q1 - block.q0 == q.shape[1]:
+        if part.shape == q.shape:
             return part.to(accumulate_dtype(q.dtype))
         dq = torch.zeros_like(q, dtype=accumulate_dtype(q.dtype))
-    dq[:, block.q0 : block.q1] += part
+    dq[:, call.rows] += part  # the rows of one call are distinct
     return dq
 
 

@@ -13,9 +13,8 @@ from torch import Tensor
 from hybrid5d.context_parallel.comm import Pending, Traffic, exchange
 from hybrid5d.parallel.context import Axis
 from hybrid5d.plan.sequence import SequencePlan
-from hybrid5d.plan.sequence_blocks import Block
 
-Part = tuple[Block, Tensor, Tensor]  # a block and the dk, dv [b, n, nkv, d] it gave
+Part = tuple[slice | Tensor, Tensor, Tensor]  # keys (range or index) and the dk, dv [b, n, nkv, d] they got
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -24,12 +23,15 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def sum_parts(parts: Sequence[Part], like: Tensor, total: Tensor | None = None) -> Tensor:
-    """Add dk, dv of blocks to their keys in `total` (default zeros) [2, b, S/ring, nkv, d]; `like` is k."""
+    """Add dk, dv of kernel calls to their keys in `total` (default zeros) [2, b, S/ring, nkv, d]; `like` is k."""
     if total is None:
         total = torch.zeros((2, *like.shape), dtype=accumulate_dtype(like.dtype), device=like.device)
-    for block, dk, dv in parts:
-        total[0, :, block.k0 : block.k1] += dk
-        total[1, :, block.k0 : block.k1] += dv
+    for keys, dk, dv in parts:
+        for grad, part in zip(total, (dk, dv)):
+            if isinstance(keys, slice):
+                grad[:, keys] += part
+            else:
+                grad.index_add_(1, keys, part.to(grad.dtype))  # calls with a window share keys
     return total
 
 
