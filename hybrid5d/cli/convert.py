@@ -63,7 +63,7 @@ def _write(result: Translation, out: Path) -> None:
     """A refused file leaves report.json only: there is nothing that could be run."""
     files = {REPORT: json_text(result.to_dict())}
     if result.plan is not None and not result.errors:
-        files |= plan_files(result.plan)
+        files |= plan_files(result.plan, out)
     try:
         write_files(out, files)
     except ConfigErrors as exc:

@@ -69,7 +69,8 @@ def _validate(account: Account, errors: list[ConfigError]) -> Document:
     if stop is not None:
         for path, value in trees.leaves(account.tree):
             account.dropped[path] = (value, "the file is refused")
-        return Document(account, errors=[*errors, stop], fatal=True)
+        # Without an actor the files that could not be composed are the reason; otherwise the reason is the file itself.
+        return Document(account, errors=errors if stop.key == "actor" and errors else [stop], fatal=True)
     account.foreign = rlinf.is_foreign(account.tree)
     classifier = Classifier(account)
     classifier.run()

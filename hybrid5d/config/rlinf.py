@@ -32,8 +32,12 @@ def not_a_run(tree: dict[str, Any]) -> ConfigError | None:
     actor = tree.get("actor")
     task = get(tree, "runner.task_type")
     if task is not None and task not in TASKS:
-        kind = "only evaluates" if "eval" in str(task) else "is not the training of a language model"
-        return ConfigError("runner.task_type", task, f"this task {kind}", f"tasks that translate: {', '.join(TASKS)}")
+        rule = "unknown task"
+        if "eval" in str(task):
+            rule = "this task only evaluates: nothing is trained"
+        elif any(word in str(task) for word in ("embodied", "offline", "real", "env", "dagger")):
+            rule = "this task is not the training of a language model"
+        return ConfigError("runner.task_type", task, rule, f"tasks that translate: {', '.join(TASKS)}")
     if actor is None and "actor" not in tree:
         kind = "an evaluation, tool or config-group file" if task is None else "a run without training"
         return ConfigError("actor", None, f"there is no actor block: {kind}, not a training run", "give a run's YAML")

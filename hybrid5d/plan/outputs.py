@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hybrid5d.plan.run import RunPlan
 DS_CONFIG, ACCELERATE, LAYOUT, RESOLVED, REPORT = (
     "ds_config.json", "accelerate.yaml", "layout.json", "resolved.yaml", "report.json",
 )  # fmt: skip
+_NUMBERS = re.compile(r"\[\s+([-0-9.e,\s]+?)\s+\]")
 _HEAD = "# Resolved by hybrid5d: every default written out, no reference left. Starts the same run as the original.\n"
 
 
@@ -34,8 +36,9 @@ def layout_document(plan: RunPlan) -> dict[str, Any]:
         "rank_order": RANK_ORDER,
         "decoder_layers_per_stage": list(plan.stages) or None,
         "groups": {axis: layout.groups(axis) for axis in reversed(AXES)} | {"dp_cp": layout.groups("dp", "cp")},
+        "rank_columns": ["rank", *reversed(AXES)],
         "ranks": [
-            {"rank": rank, **{axis: getattr(layout.coordinate(rank), axis) for axis in reversed(AXES)}}
+            [rank, *(getattr(layout.coordinate(rank), axis) for axis in reversed(AXES))]
             for rank in range(layout.world_size)
         ],
     }
@@ -51,16 +54,17 @@ def resolved_text(config: RunConfig) -> str:
 
 
 def json_text(value: Any) -> str:
-    """Stable JSON with a final newline."""
-    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    """Stable JSON, lists of numbers on one line, with a final newline."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    return _NUMBERS.sub(lambda m: f"[{' '.join(m.group(1).split())}]", text) + "\n"
 
 
-def plan_files(plan: RunPlan) -> dict[str, str]:
-    """File name -> content of everything that a launcher or worker reads."""
-    nodes = plan.config.cluster.num_nodes
+def plan_files(plan: RunPlan, folder: str | Path = "") -> dict[str, str]:
+    """File name -> content of everything that a launcher or worker reads; `folder` is where they will lie."""
+    nodes, ds_config = plan.config.cluster.num_nodes, (Path(folder) / DS_CONFIG).as_posix()
     return {
         DS_CONFIG: json_text(plan.deepspeed),
-        ACCELERATE: dump_yaml(accelerate_config(plan.layout.world_size, nodes, DS_CONFIG)),
+        ACCELERATE: dump_yaml(accelerate_config(plan.layout.world_size, nodes, ds_config)),
         LAYOUT: json_text(layout_document(plan)),
         RESOLVED: resolved_text(plan.config),
     }
