@@ -85,6 +85,13 @@ class Loader:
         self.total_steps = self._total_steps()
         self._epoch_rows = lru_cache(maxsize=2)(self._compute_epoch_rows)
 
+    def describe(self) -> str:
+        """One line for the start of a run: what was read, how full packed rows are, how long an epoch is."""
+        parts = [str(self.dataset.report), f"{self.steps_per_epoch} steps an epoch"]
+        if self.pack_plan is not None:
+            parts.append(f"packed into {self.num_rows} rows, fill rate {self.pack_plan.fill_rate:.3f}")
+        return "; ".join(parts)
+
     def _total_steps(self) -> int | None:
         bounds = []
         if self.options.max_steps is not None:

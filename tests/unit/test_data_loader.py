@@ -143,6 +143,7 @@ def test_packed_rows(thirteen: DataOptions, tmp_path: Path) -> None:
     loader = build_loader(options, LoaderOptions(2, 1, packing="documents"))
     assert loader.pack_plan is not None and loader.num_rows == loader.pack_plan.num_rows == 6
     assert loader.pack_plan.fill_rate == pytest.approx(87 / 96)
+    assert loader.describe().endswith("3 steps an epoch; packed into 6 rows, fill rate 0.906")
     assert [b.row_ids for b in ranks[0]] == [b.row_ids for b in ranks[1]]
 
 

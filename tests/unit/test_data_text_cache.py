@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 
 import hybrid5d.data.dataset as dataset_module
 import hybrid5d.data.tokenise as tokenise_module
+from hybrid5d.config.errors import DataError
 from hybrid5d.data.cache import open_or_build
 from hybrid5d.data.dataset import DataOptions, Dataset, open_dataset
 from hybrid5d.data.store import StoreWriter, open_store
@@ -209,6 +211,36 @@ def test_a_killed_builder_is_replaced_and_many_ranks_build_once(tmp_path: Path) 
         p.join(20)
     assert [p.exitcode for p in ranks] == [0] * 6
     assert log.read_text() == "built\n" and not (cache / "k.partial").exists()
+
+
+def test_worker_processes_give_the_same_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenise_module, "_BATCH_SAMPLES", 3)  # several batches in flight, to be put in order
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({"text": "z" * (40 - i)}) + "\n" for i in range(40)))
+    alone = open_dataset(text_options(tmp_path, path, seq_length=64))
+    options = text_options(tmp_path, path, seq_length=64, num_workers=2)
+    together = open_dataset(replace(options, cache_dir=str(tmp_path / "other")))
+    assert together.report.tokenised_now and rows(together) == rows(alone)
+    with pytest.raises(DataError, match="no such folder"):
+        open_dataset(replace(options, tokenizer=str(tmp_path / "no")))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from /proc")
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
+    """A document of 64 MB and records of 64 MB are tokenised with far less than that added to the process."""
+    (tmp_path / "a.txt").write_text(("x" * 79 + "\n") * 800_000)
+    (tmp_path / "b.jsonl").write_text((json.dumps({"text": "y" * 3000}) + "\n") * 21_000)
+    files = f"({str(tmp_path / 'a.txt')!r}, {str(tmp_path / 'b.jsonl')!r})"
+    code = (
+        "from hybrid5d.data.dataset import DataOptions, open_dataset\n"  # getrusage would count the parent's peak
+        "peak = lambda: int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) // 1024\n"
+        "before = peak()\n"
+        f"d = open_dataset(DataOptions('text', {files}, 512, 259, cache_dir={str(tmp_path / 'c')!r}))\n"
+        "print(d.report.tokens, peak() - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    tokens, megabytes = map(int, done.stdout.split())
+    assert tokens > 126_000_000 and megabytes < 110
 
 
 def test_data_needs_no_torch(tmp_path: Path) -> None:
