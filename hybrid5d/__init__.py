@@ -1,3 +1,49 @@
-"""Five kinds of parallelism for training Transformers on DeepSpeed, driven by RLinf/Megatron-style YAML."""
+"""Five kinds of parallelism for training Transformers on DeepSpeed, driven by RLinf/Megatron-style YAML.
+
+`load_config(path, overrides)` reads a YAML, `initialize(config)` builds this rank's part of the model and returns an
+engine with `train_batch`, `eval_batch`, `compute_logprobs`, `save_checkpoint`, `load_checkpoint`, `export_hf`. The layer
+libraries `hybrid5d.tensor_parallel` and `hybrid5d.context_parallel` work alone. Importing this package imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybrid5d.config.schema import RunConfig
+    from hybrid5d.engine.engine import Engine
+    from hybrid5d.plan.run import RunPlan
 
 __version__ = "0.1.0"
+__all__ = ["__version__", "initialize", "load_config"]
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read and validate a YAML; `overrides` are `key=value`, `+key=value`, `~key`.
+
+    Raises:
+        ConfigErrors: everything that is wrong, one line each.
+    """
+    from hybrid5d.config.load import load_config as load
+
+    return load(path, overrides)
+
+
+def initialize(config: RunConfig | RunPlan, **options: Any) -> Engine:
+    """This rank's engine. A config is planned for the world the launcher started (WORLD_SIZE; one process without).
+
+    Options are those of `hybrid5d.engine.engine.initialize` (`layers=` to bring your own model).
+
+    Raises:
+        ConfigErrors: a layout that does not fit the world, the model or the batch; before any process group exists.
+    """
+    from hybrid5d.config.schema import RunConfig
+    from hybrid5d.plan.run import build_plan
+
+    plan = build_plan(config, int(os.environ.get("WORLD_SIZE", "1"))) if isinstance(config, RunConfig) else config
+    from hybrid5d.engine.engine import initialize as build
+
+    return build(plan, **options)
