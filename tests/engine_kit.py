@@ -118,10 +118,23 @@ def assemble(all_shards: list[Shards]) -> dict[str, np.ndarray]:
     return full
 
 
-def _train_rank(rank: int, layout: Layout, recipe: Recipe, folder: str, steps: list[list[Document]]) -> dict[str, Any]:
-    from deepspeed.utils import safe_get_full_grad
+@dataclass(frozen=True)
+class Job:
+    """One training run of a layout: which model folder, which optimizer, which rows."""
 
-    engine = build_engine(layout, recipe, folder, len(steps[0]))
+    folder: str
+    recipe: Recipe
+    steps: list[list[Document]] = field(hash=False)
+
+
+def _train_rank(rank: int, layout: Layout, jobs: list[Job]) -> list[dict[str, Any]]:
+    return [_train_job(layout, job) for job in jobs]
+
+
+def _train_job(layout: Layout, job: Job) -> dict[str, Any]:
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+
+    engine = build_engine(layout, job.recipe, job.folder, len(job.steps[0]))
     first: Shards = []
     take_step = engine.ds._take_model_step
 
@@ -131,11 +144,10 @@ def _train_rank(rank: int, layout: Layout, recipe: Recipe, folder: str, steps: l
         return take_step(*args, **kwargs)
 
     engine.ds._take_model_step = spy
-    results = [engine.train_batch(step_batch(rows, layout.dp, engine.ctx.dp.rank, layout.micro)) for rows in steps]
-    from deepspeed.utils import safe_get_full_fp32_param
+    results = [engine.train_batch(step_batch(rows, layout.dp, engine.ctx.dp.rank, layout.micro)) for rows in job.steps]
 
     def master(p: torch.nn.Parameter) -> torch.Tensor:
-        if layout.precision == "fp32" and layout.zero < 3:
+        if (layout.precision == "fp32" and layout.zero < 3) or not p.requires_grad:
             return p
         full = safe_get_full_fp32_param(p)
         return p if full is None else full
@@ -143,20 +155,20 @@ def _train_rank(rank: int, layout: Layout, recipe: Recipe, folder: str, steps: l
     return {"results": results, "grads": first, "weights": shards(engine.module, master)}
 
 
-def train_layout(layout: Layout, recipe: Recipe, folder: str, steps: list[list[Document]], timeout: float = 180) -> Trace:
-    """Train on all ranks; every rank must report the same numbers."""
-    ranks = run_ranks(layout.world, _train_rank, layout, recipe, folder, steps, timeout=timeout)
-    first = ranks[0]["results"]
-    for r in ranks[1:]:
-        assert [(x.loss, x.grad_norm, x.valid_tokens) for x in r["results"]] == [
-            (x.loss, x.grad_norm, x.valid_tokens) for x in first
-        ], "ranks disagree on loss or norm"
-    return Trace(
-        [x.loss for x in first],
-        [x.grad_norm for x in first],
-        assemble([r["grads"] for r in ranks]),
-        assemble([r["weights"] for r in ranks]),
-    )
+def train_layout(layout: Layout, jobs: list[Job], timeout: float = 240) -> list[Trace]:
+    """Train each job on all ranks of a layout; every rank must report the same numbers."""
+    ranks = run_ranks(layout.world, _train_rank, layout, jobs, timeout=timeout)
+    traces = []
+    for per_rank in zip(*ranks):
+        first = per_rank[0]["results"]
+        for r in per_rank[1:]:
+            assert [(x.loss, x.grad_norm, x.valid_tokens) for x in r["results"]] == [
+                (x.loss, x.grad_norm, x.valid_tokens) for x in first
+            ], "ranks disagree on loss or norm"
+        losses, norms = [x.loss for x in first], [x.grad_norm for x in first]
+        grads, weights = assemble([r["grads"] for r in per_rank]), assemble([r["weights"] for r in per_rank])
+        traces.append(Trace(losses, norms, grads, weights))
+    return traces
 
 
 def relative(a: np.ndarray, b: np.ndarray) -> float:

@@ -201,6 +201,20 @@ class PlainAdapter(DeepSpeedEngine):
         self.ctx = ctx
         for param in self.module.parameters():
             sum_in_backward(param, ctx.tp)
+        if self.zero_optimization_stage() == 3:
+            self._count_replicas_once()
+
+    def _count_replicas_once(self) -> None:
+        """ZeRO 3's norm does not know `ds_pipe_replicated` (zero/stage3.py): hand it zeros for copies of kv heads."""
+        norm_of = self.optimizer.get_grad_norm_direct
+
+        def count_once(gradients: list[Tensor], params: list[nn.Parameter], *args: Any, **kwargs: Any) -> Tensor:
+            kept = [
+                torch.zeros_like(g) if getattr(p, "ds_pipe_replicated", False) else g for g, p in zip(gradients, params)
+            ]
+            return norm_of(kept, params, *args, **kwargs)
+
+        self.optimizer.get_grad_norm_direct = count_once
 
     def train_step(self, batches: Sequence[LocalBatch], scales: Sequence[float]) -> Tensor:
         self.module.train()

@@ -6,7 +6,7 @@ Everything here speaks the user's terms (rows, tokens, global batch); DeepSpeed'
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -277,23 +277,34 @@ class Engine:
 
     # --- state ------------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, directory: str | Path) -> Path:
-        """Write a checkpoint that any layout can load; atomic. Collective over the world."""
+    def save_checkpoint(self, directory: str | Path, state: Mapping[str, Any] | None = None) -> Path:
+        """Write `directory/global_step_N`, which any layout can load, and `directory/latest`; atomic.
+
+        `state` (JSON-ready: data position ...) is handed back by `load_checkpoint`. Collective over the world.
+        """
         from hybrid5d.engine.checkpoint import save_checkpoint
 
-        return save_checkpoint(self, directory)
+        return save_checkpoint(self, directory, state)
 
-    def load_checkpoint(self, directory: str | Path) -> None:
-        """Restore weights, optimizer state and position from `save_checkpoint`'s output. Collective over the world."""
+    def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:
+        """Restore weights, optimizer state and step from `save_checkpoint`'s output; returns its `state`.
+
+        `directory`: a folder of checkpoints (its newest is taken) or one checkpoint. Collective over the world.
+        """
         from hybrid5d.engine.checkpoint import load_checkpoint
 
-        load_checkpoint(self, directory)
+        return load_checkpoint(self, directory)
 
-    def export_hf(self, directory: str | Path, dtype: str = "same") -> Path:
-        """Write a Hugging Face folder (config.json, safetensors, tokenizer files). Collective over the world."""
+    def export_hf(
+        self, directory: str | Path, dtype: str = "same", max_shard_size: str = "5GB", force: bool = False
+    ) -> Path:
+        """Write a Hugging Face folder (config.json, safetensors, tokenizer files). Collective over the world.
+
+        `dtype`: fp32, bf16, fp16 or same (the run's precision); an existing folder is replaced only with `force`.
+        """
         from hybrid5d.engine.export import export_hf
 
-        return export_hf(self, directory, dtype=dtype)
+        return export_hf(self, directory, dtype, max_shard_size, force)
 
 
 def _checksum(batch: StepBatch) -> int:

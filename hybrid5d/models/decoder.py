@@ -276,7 +276,7 @@ def decoder_layers(
         return head_forward(table.weight, table.vocab_start, x, batch, spec, ctx, out)
 
     tied = spec.tie_word_embeddings
-    key = EMBEDDING if tied else ""
+    key = "embed_tokens" if tied else ""
     layers = [LayerDef("embedding", embedding, key)]
     layers += [LayerDef("decoder", block(i)) for i in range(spec.num_layers)]
     layers.append(
