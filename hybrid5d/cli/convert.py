@@ -49,6 +49,7 @@ def convert(
     else:
         from hybrid5d.cli import render  # rich is not needed for JSON
 
+        sys.stderr.write("".join(f"{error}\n" for error in result.errors))
         render.translation_text(render.console(), result)
     if result.errors:
         raise typer.Exit(EXIT_REFUSED)

@@ -54,8 +54,8 @@ def translation_text(out: Console, result: Translation) -> None:
             f"{data['verdict'].upper()}: {result.account.path}", style="bold green" if not result.errors else "bold red"
         )
     )
-    for error in result.errors:
-        out.print(Text(f"  {error}"))
+    if result.errors:
+        out.print(f"{len(result.errors)} reason(s), on standard error")
     for name in ("layout", "batch", "optimizer", "schedule", "precision"):
         if data[name] is not None:
             out.print(_facts(name, data[name]))
@@ -65,7 +65,7 @@ def translation_text(out: Console, result: Translation) -> None:
     if result.notices:
         out.print(Text("\nWhat you should know", style="bold"))
         for notice in result.notices:
-            out.print(Text(f"  - {notice}"))
+            out.print(Text(f"  - {notice}"), soft_wrap=True)
     for disposition, title in TITLES.items():
         rows = _folded([e for e in result.report if e["disposition"] == disposition])
         if rows:
@@ -100,4 +100,4 @@ def _entries(title: str, rows: list[dict[str, Any]]) -> Table:
 def explain_text(out: Console, lines: list[tuple[str, str]]) -> None:
     """One key's story as name: text lines."""
     for name, text in lines:
-        out.print(Text(f"{name:<12} {text}"))
+        out.print(Text(f"{name:<12} {text}"), soft_wrap=True)

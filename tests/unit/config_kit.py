@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from hybrid5d.config.errors import ConfigErrors
 from hybrid5d.config.schema import RunConfig
 from hybrid5d.config.tree import put
-from hybrid5d.config.yaml_file import dump_yaml
 
 REPO = Path(__file__).resolve().parents[2]
 CORPUS = REPO.parent / "shared" / "corpus" / "rlinf"
@@ -63,7 +63,7 @@ def write_model(folder: Path, **changes: Any) -> Path:
 def write_yaml(path: Path, tree: Any) -> Path:
     """Write a tree as YAML."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(tree if isinstance(tree, str) else dump_yaml(tree))
+    path.write_text(tree if isinstance(tree, str) else yaml.safe_dump(tree, sort_keys=False))
     return path
 
 
