@@ -94,6 +94,9 @@ def _check_messages(value: Any, key: str) -> list[Message]:
 Encoded = tuple[np.ndarray, np.ndarray] | BadRecord  # ids [n] and mask of targets [n] uint8, or why there are none
 
 
+Rendered = tuple[str, list[tuple[int, int]]]  # text and the spans of characters that are targets
+
+
 class ChatEncoder:
     """Messages -> (ids, mask of targets), by the tokenizer's own chat template.
 
@@ -129,21 +132,22 @@ class ChatEncoder:
             out.append((ids, mask))
         return out
 
-    def _render(self, conversations: Sequence[list[Message]]) -> list[tuple[str, list[tuple[int, int]]] | BadRecord]:
-        assert isinstance(self.tokenizer, FastTokenizer)
-        out: list[tuple[str, list[tuple[int, int]]] | BadRecord] = []
-        for messages in conversations:
-            try:
-                if self.train_on == "all":
-                    out.append((self.tokenizer.render([messages])[0], []))
-                else:
-                    assert self._profile is not None
-                    out.append(assistant_spans(self.tokenizer, self._profile, messages))
-            except TemplateError as e:
-                out.append(BadRecord(str(e)))
-            except Exception as e:  # templates raise whatever they like: TemplateError of jinja, KeyError, TypeError
-                out.append(BadRecord(f"the chat template refuses the conversation: {str(e) or type(e).__name__}"))
-        return out
+    def _render(self, conversations: Sequence[list[Message]]) -> list[Rendered | BadRecord]:
+        """All at once; if that fails, one at a time, to know which."""
+        try:
+            return list(self._render_all(list(conversations)))
+        except Exception as e:  # templates raise whatever they like: TemplateError of jinja, KeyError, TypeError
+            if len(conversations) == 1:
+                known = isinstance(e, TemplateError)
+                text = str(e) or type(e).__name__
+                return [BadRecord(text if known else f"the chat template refuses the conversation: {text}")]
+            return [self._render([messages])[0] for messages in conversations]
+
+    def _render_all(self, conversations: list[list[Message]]) -> list[Rendered]:
+        assert isinstance(self.tokenizer, FastTokenizer) and self._profile is not None
+        if self.train_on == "all":
+            return [(text, []) for text in self.tokenizer.render(conversations)]
+        return assistant_spans(self.tokenizer, self._profile, conversations)
 
 
 def encode_bytes(

@@ -64,12 +64,14 @@ def probe_template(renderer: Renderer) -> TemplateProfile:
         return TemplateProfile(True, "", (), True, "", False)
     mark = _MARK.format(0)
     question = [{"role": "user", "content": "Zq7question"}]
-    (text,) = renderer.render([[*question, {"role": "assistant", "content": mark}]])
+    try:
+        text, bare = renderer.render([[*question, {"role": "assistant", "content": mark}], question])
+        (prompted,) = renderer.render([question], generation_prompt=True)
+    except Exception as e:  # templates raise whatever they like
+        raise TemplateError(f"the chat template fails on one question and answer: {str(e) or type(e).__name__}") from e
     head, found, closing = text.partition(mark)
     if not found:
         raise TemplateError("the chat template leaves out what the assistant says")
-    (bare,) = renderer.render([question])
-    (prompted,) = renderer.render([question], generation_prompt=True)
     prompts = prompted != bare
     gap = head[len(prompted) :] if head.startswith(prompted) else ""
     lead = gap if gap.isspace() else ""
@@ -91,19 +93,32 @@ def _possible_marks(closing: str, special_tokens: tuple[str, ...]) -> tuple[str,
     return tuple(closing[:e] for e in sorted(ends, reverse=True) if e > 0)
 
 
-def assistant_spans(renderer: Renderer, profile: TemplateProfile, messages: list[Message]) -> tuple[str, list[Span]]:
-    """(rendered text, character spans of the assistant's turns with their end-of-turn marks)."""
+def assistant_spans(
+    renderer: Renderer, profile: TemplateProfile, conversations: list[list[Message]]
+) -> list[tuple[str, list[Span]]]:
+    """(rendered text, character spans of the assistant's turns with their end-of-turn marks) of each conversation."""
     if profile.tagged:
-        return renderer.render_generation_spans(messages)
-    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-    marks = {i: _MARK.format(i) for i in turns}
-    marked = [{**m, "content": marks[i]} if i in marks else m for i, m in enumerate(messages)]
-    text, skeleton = renderer.render([messages, marked])
-    if profile.plain and not any(messages[i].get("tool_calls") for i in turns):
-        spans = _spans_of_skeleton(text, skeleton, [(marks[i], messages[i]["content"]) for i in turns], profile)
-        if spans is not None:
-            return text, spans
-    return text, [_span_of_turn(renderer, profile, messages, turn, text) for turn in turns]
+        return [renderer.render_generation_spans(messages) for messages in conversations]
+    texts = renderer.render(conversations)
+    skeletons = (
+        renderer.render([_marked(messages) for messages in conversations]) if profile.plain else [""] * len(texts)
+    )
+    found = []
+    for messages, text, skeleton in zip(conversations, texts, skeletons):
+        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        spans: list[Span] | None = None
+        if profile.plain and not any(messages[i].get("tool_calls") for i in turns):
+            answers = [(_MARK.format(i), messages[i]["content"]) for i in turns]
+            spans = _spans_of_skeleton(text, skeleton, answers, profile)
+        if spans is None:
+            spans = [_span_of_turn(renderer, profile, messages, turn, text) for turn in turns]
+        found.append((text, spans))
+    return found
+
+
+def _marked(messages: list[Message]) -> list[Message]:
+    """The conversation with a mark in place of each answer."""
+    return [{**m, "content": _MARK.format(i)} if m["role"] == "assistant" else m for i, m in enumerate(messages)]
 
 
 def _spans_of_skeleton(

@@ -237,6 +237,9 @@ def test_chat_faults(folders: dict[str, Path], tmp_path: Path) -> None:
         open_dataset(chat_options(tmp_path, path, folder, chat_template=str(template)))
     reason = "the chat template refuses the conversation: user and assistant must alternate"
     assert str(e.value).split("\n") == [f"{path}:2: {reason}", f"{path}:4: {reason}"]
+    template.write_text("{{ no_such_name.field }}")
+    with pytest.raises(DataError, match="fails on one question and answer: 'no_such_name' is undefined"):
+        open_dataset(chat_options(tmp_path, path, folder, chat_template=str(template)))
     template.write_text("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
     with pytest.raises(DataError, match="leaves out what the assistant says"):
         open_dataset(chat_options(tmp_path, path, folder, chat_template=str(template)))
