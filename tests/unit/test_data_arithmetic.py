@@ -130,6 +130,14 @@ def test_budget_is_kept_and_counts_are_equal(lengths: list[int], dp: int, budget
     assert all(sum(lengths[i] for i in part) <= budget for parts in split for part in parts)
 
 
+@pytest.mark.parametrize(
+    "lengths,dp,budget,expected",
+    [([10] * 6, 1, 10, 6), ([6, 6, 6], 1, 10, 3), ([6, 6, 6], 2, 10, 2), ([4, 4, 4, 4], 2, 8, 1), ([], 2, 8, 1)],
+)
+def test_no_more_micro_batches_than_needed(lengths: list[int], dp: int, budget: int, expected: int) -> None:
+    assert len(budget_micro_batches(lengths, dp, budget)[0]) == expected
+
+
 @pytest.mark.parametrize("dp", [2, 4, 8])
 @pytest.mark.parametrize("seed", range(5))
 def test_log_normal_lengths_are_balanced(dp: int, seed: int) -> None:
