@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine_kit import Job, Layout, compare, train_layout
-from tests.kit import MODELS, Recipe, Trace, hf_model, make_rows, reference, save_model
+from tests.kit import MODELS, Recipe, Trace, hf_model, make_rows, reference
 
 RECIPES = {
     "sgd": Recipe(lr=0.5),
@@ -22,12 +22,6 @@ RECIPES = {
 }
 NAMES = ("llama", "qwen2", "qwen3")
 LENGTH = 24
-
-
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {name: save_model(config, root / name) for name, config in MODELS.items()}
 
 
 def steps_of(batch: int, recipe: Recipe) -> list:

@@ -1,0 +1,51 @@
+"""Process groups: every one is the set of ranks the layout says (case H04)."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybrid5d.parallel.context import ParallelContext
+from hybrid5d.plan.layout import ParallelLayout
+from tests.harness import run_ranks
+
+AXES = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp",), "pp": ("pp",), "dp_cp": ("dp", "cp"), "pp_tp": ("pp", "tp")}
+
+
+def _sums(rank: int, layout: ParallelLayout) -> tuple[dict[str, tuple[int, tuple[int, ...]]], float]:
+    started = time.time()
+    ctx = ParallelContext.create(layout)
+    took = time.time() - started
+    found = {}
+    for name in AXES:
+        axis = getattr(ctx, name)
+        x = torch.tensor([rank])
+        if axis.size > 1:
+            dist.all_reduce(x, group=axis.group)
+        assert axis.ranks[axis.rank] == rank
+        found[name] = (int(x), axis.ranks)
+    return found, took
+
+
+@pytest.mark.parametrize("layout", [ParallelLayout(pp=2, cp=2, tp=2), ParallelLayout(dp=2, cp=2, tp=2), ParallelLayout(pp=2, dp=2, tp=2)])
+def test_sum_of_ranks_in_each_group(layout: ParallelLayout) -> None:
+    for rank, (found, took) in enumerate(run_ranks(8, _sums, layout)):
+        assert took < 20
+        for name, axes in AXES.items():
+            members = layout.group_of(rank, *axes)
+            assert found[name] == (sum(members), tuple(members))
+
+
+def _wrong_world(rank: int) -> str:
+    try:
+        ParallelContext.create(ParallelLayout(tp=4))
+    except ValueError as exc:
+        return str(exc)
+    return ""
+
+
+def test_world_that_is_not_the_layouts() -> None:
+    assert run_ranks(2, _wrong_world) == ["world size 2 but pp*dp*cp*tp = 4"] * 2
