@@ -1,6 +1,6 @@
 """Data: files -> token cache -> rows -> the micro-batches of each dp rank. Needs numpy, not torch.
 
-`build.loader_from_plan(plan, dp_rank, start_step=k)` and `build.eval_loader_from_plan(plan, dp_rank)` are what a run uses;
+A run uses `build.loader_from_plan(plan, dp_rank, start_step=k)` and `build.eval_loader_from_plan(plan, dp_rank)`;
 `build.build_loader(DataOptions, LoaderOptions)` is the same without a plan.
 
 sources   paths of the YAML to files, files to records with their lines
