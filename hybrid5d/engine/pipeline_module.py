@@ -98,7 +98,8 @@ class HybridPipelineModule(PipelineModule):
         self.recompute = recompute or Recompute()
         layout = ctx.layout
         topology = PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.dp * layout.cp)
-        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its topology and stages
+        # DeepSpeed prints its topology and stages, and broadcasts tied weights under autograd's eyes.
+        with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
             super().__init__([_spec_of(layer) for layer in layers], topology=topology, partition_method="given")
         at = topology.get_coord(ctx.rank)
         mine = (ctx.pp.rank, ctx.dp_cp.rank, ctx.tp.rank)

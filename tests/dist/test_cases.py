@@ -102,9 +102,12 @@ def test_n09_tied_matrix_counts_once_in_norm_and_clip(layout: Layout, tmp_path: 
 
     scaled().save_pretrained(tmp_path / "m")
     steps = [make_rows(4, 16, 101, seed=s) for s in range(3)]
-    recipe = Recipe(lr=0.5, clip=0.5)
+    recipe = Recipe(lr=0.5, clip=0.05)
     (got,) = train_layout(layout, [Job(str(tmp_path / "m"), recipe, steps)])
-    compare(got, reference(scaled(), steps, recipe))
+    want = reference(scaled(), steps, recipe)
+    assert min(want.norms) > recipe.clip
+    # Gradients of q and k are differences of nearly equal numbers here: the fp32 reference itself is up to 2.7e-5 off fp64.
+    compare(got, want, grad=6e-5)
 
 
 @pytest.mark.parametrize("pattern", ["model.embed_tokens.weight", "model.layers.[01].*"])
@@ -178,15 +181,22 @@ def test_bf16_layouts(layout: Layout, folders: dict[str, Path]) -> None:
 
 
 def _padding_rank(rank: int, layout: Layout, folder: str, rows: list[Document]) -> Any:
-    """Poison the vocabulary's padding rows before training."""
+    """Poison the vocabulary's padding rows before DeepSpeed takes its fp32 copies."""
+    from hybrid5d.engine import engine as module_under_test
+
+    load, poisoned = module_under_test.load_start_weights, []
+
+    def load_and_poison(module: torch.nn.Module, *args: Any) -> None:
+        load(module, *args)
+        for param in module.parameters():
+            piece = param.pieces[0]
+            if piece.name in ("lm_head.weight", "model.embed_tokens.weight") and param.shape[0] > piece.length:
+                with torch.no_grad():
+                    param[piece.length :] = 10.0
+                poisoned.append((param, piece))
+
+    module_under_test.load_start_weights = load_and_poison
     engine = build_engine(layout, SGD, folder, len(rows))
-    poisoned = []
-    for param in engine.module.parameters():
-        piece = param.pieces[0]
-        if piece.name in ("lm_head.weight", "model.embed_tokens.weight") and param.shape[0] > piece.length:
-            with torch.no_grad():
-                param[piece.length :] = 10.0
-            poisoned.append((param, piece))
     result = engine.train_batch(step_batch(rows, layout.dp, engine.ctx.dp.rank, 1))
     untouched = all(bool((p[piece.length :] == 10.0).all()) for p, piece in poisoned)
     return result.loss, result.grad_norm, len(poisoned), untouched
