@@ -73,7 +73,9 @@ class FastTokenizer:
 
     Attributes:
         vocab_size: one more than the highest id.
-        bos_id, eos_id: None where the tokenizer has none.
+        bos_id: None where the tokenizer does not put it before a text by itself (having one in the vocabulary is not
+            enough: Qwen's and SmolLM2's models were never trained with one).
+        eos_id: None where the tokenizer has none.
         template: the Jinja chat template, None where there is none.
     """
 
@@ -84,7 +86,8 @@ class FastTokenizer:
         self._rust.no_padding()  # either may be switched on in tokenizer.json
         self._rust.no_truncation()
         self.vocab_size = max(self._hf.get_vocab().values()) + 1
-        self.bos_id: int | None = self._hf.bos_token_id
+        own = self._rust.encode("").ids  # the special tokens that its post-processor adds
+        self.bos_id: int | None = self._hf.bos_token_id if self._hf.bos_token_id in own else None
         self.eos_id: int | None = self._hf.eos_token_id
         self.pad_id: int | None = self._hf.pad_token_id
         template = chat_template if chat_template is not None else self._hf.chat_template
@@ -102,6 +105,10 @@ class FastTokenizer:
         """Ids of each text, nothing added."""
         encodings = self._rust.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(e.ids, dtype=np.int32) for e in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids; special tokens are left out."""
+        return str(self._hf.decode(list(ids), skip_special_tokens=True))
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """(ids [n], spans [n, 2]) of each text; a span is the characters [start, end) that the token stands for."""

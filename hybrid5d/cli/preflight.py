@@ -1,0 +1,76 @@
+"""Everything about a run that can be refused before torch is imported or a process group exists."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from hybrid5d.config.errors import ConfigError, ConfigErrors
+from hybrid5d.config.load import load_document
+from hybrid5d.config.schema import RunConfig
+from hybrid5d.engine.launch_env import LaunchEnv, launcher_conflicts, launcher_notices
+from hybrid5d.plan.run import RunPlan, build_plan
+
+_TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb"}
+
+
+@dataclass(frozen=True)
+class Words:
+    """A command line: the YAML and what is changed in it."""
+
+    config: Path
+    overrides: tuple[str, ...] = ()
+
+
+def plan_run(words: Words, env: LaunchEnv, *, evaluate: bool = False) -> tuple[RunPlan, tuple[str, ...]]:
+    """The plan of a run on the started processes, and what the user should know.
+
+    Raises:
+        ConfigErrors: everything that is wrong, one line each.
+    """
+    document = load_document(words.config, words.overrides)
+    errors = list(document.errors)
+    config = document.config
+    if isinstance(config, RunConfig):
+        errors += missing_trackers(config) + (_evaluation_rules(config) if evaluate else [])
+        try:
+            plan = build_plan(config, env.world_size)
+        except ConfigErrors as exc:
+            errors += [e for e in exc.errors if e not in errors]
+        else:
+            errors += launcher_conflicts(os.environ, plan)
+            if not errors:
+                return plan, (*plan.notices, *launcher_notices(os.environ, plan))
+    raise ConfigErrors(errors)
+
+
+def default_processes(words: Words) -> int:
+    """Processes that the layout needs at least: tp x pp x cp.
+
+    Raises:
+        ConfigErrors: the YAML has faults of its own.
+    """
+    document = load_document(words.config, words.overrides)
+    if document.errors or not isinstance(document.config, RunConfig):
+        raise ConfigErrors(document.errors)
+    model = document.config.actor.model
+    return model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
+
+
+def missing_trackers(config: RunConfig) -> list[ConfigError]:
+    """Trackers that the YAML asks for and that are not installed."""
+    key = "runner.logger.logger_backends"
+    return [
+        ConfigError(key, name, f"{package} is not installed", f"pip install 'hybrid5d[{name}]', or leave it out")
+        for name, package in _TRACKERS.items()
+        if name in config.runner.logger.logger_backends and find_spec(package) is None
+    ]
+
+
+def _evaluation_rules(config: RunConfig) -> list[ConfigError]:
+    if config.data.val_data_paths:
+        return []
+    return [ConfigError("data.val_data_paths", None, "an evaluation needs data", "name files, folders or globs")]
