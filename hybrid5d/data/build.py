@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hybrid5d.config.errors import ConfigError, ConfigErrors
+from hybrid5d.config.errors import ConfigError, ConfigErrors, DataError
 from hybrid5d.data.chat import ChatKeys
 from hybrid5d.data.dataset import DataOptions, open_dataset
 from hybrid5d.data.loader import EvalLoader, Loader, LoaderOptions
@@ -37,6 +37,22 @@ def eval_loader_from_plan(plan: RunPlan, dp_rank: int) -> EvalLoader:
     """The evaluation loader of `plan` for one dp rank. One pass over it is one evaluation; pass as often as needed."""
     paths = plan.config.data.val_data_paths or ()
     return build_eval_loader(_data_options(plan, tuple(paths)), _loader_options(plan, dp_rank, 0))
+
+
+def prepare_data(plan: RunPlan) -> tuple[str, ...]:
+    """Reads and tokenises all data of `plan` before ranks are started; a line for each of training and evaluation.
+
+    The ranks then find the tokens in the cache. Raises one DataError with the faults of both.
+    """
+    lines, faults = [], []
+    for name, make in (("training data", loader_from_plan), ("evaluation data", eval_loader_from_plan)):
+        try:
+            lines.append(f"{name}: {make(plan, 0).describe()}")
+        except DataError as e:
+            faults.append(str(e))
+    if faults:
+        raise DataError("\n".join(faults))
+    return tuple(lines)
 
 
 def tokenizer_name(plan: RunPlan) -> str:

@@ -115,7 +115,7 @@ def _check_range(values: np.ndarray, name: str, vocab_size: int, checked: np.nda
 
 
 def _write_text(writer: StoreWriter, sources: list[SourceFile], options: DataOptions, faults: Faults) -> None:
-    """Each document: bos (where the tokenizer has one), its tokens, eos (likewise)."""
+    """Each document: bos (where the tokenizer puts it before texts), its tokens, eos (where there is one)."""
     make = partial(load_tokenizer, options.tokenizer, model_vocab_size=options.vocab_size)
     tokenizer = make()
     batches = _by_size(_pieces(sources, options, faults))

@@ -253,6 +253,24 @@ def test_template_that_hides_its_turns(folders: dict[str, Path], tmp_path: Path)
     assert isinstance(result, BadRecord) and "cannot be found" in str(result)
 
 
+def test_bos_only_where_the_tokenizer_adds_it(folders: dict[str, Path], tmp_path: Path) -> None:
+    t = tokenizers.Tokenizer.from_file(str(folders["byte_level"] / "tokenizer.json"))
+    t.post_processor = tokenizers.processors.TemplateProcessing(
+        "<s> $A", special_tokens=[("<s>", t.token_to_id("<s>"))]
+    )
+    for file in folders["byte_level"].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    t.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "x.txt").write_text("hello")
+    for folder, first in ((folders["byte_level"], []), (tmp_path, [t.token_to_id("<s>")])):
+        options = DataOptions(
+            "text", (str(tmp_path / "x.txt"),), 64, 1000, tokenizer=str(folder), cache_dir=str(tmp_path / "cache")
+        )
+        ids = open_dataset(options).document(0).input_ids.tolist()
+        body = t.encode("hello", add_special_tokens=False).ids
+        assert ids == [*first, *body, t.token_to_id("</s>")]
+
+
 def test_padding_and_truncation_of_the_folder_are_off(folders: dict[str, Path], tmp_path: Path) -> None:
     t = tokenizers.Tokenizer.from_file(str(folders["byte_level"] / "tokenizer.json"))
     t.enable_truncation(4)

@@ -154,13 +154,18 @@ def build_numbers(folder: Path) -> None:
     writer.close({})
 
 
-@pytest.mark.parametrize("damage", ["tokens.bin", "offsets.npy", "samples.npy", "meta.json"])
-@pytest.mark.parametrize("how", ["cut", "missing"])
+@pytest.mark.parametrize(
+    "damage,how",
+    [(f, h) for f in ("tokens.bin", "offsets.npy", "samples.npy", "meta.json") for h in ("cut", "missing")]
+    + [("tokens.bin", "grown")],
+)
 def test_a_damaged_store_is_built_again(tmp_path: Path, damage: str, how: str) -> None:
     open_or_build(tmp_path, "k", build_numbers)
     file = tmp_path / "k" / damage
     if how == "cut":
         file.write_bytes(file.read_bytes()[:-5])
+    elif how == "grown":
+        file.write_bytes(file.read_bytes() + b"ab")
     else:
         file.unlink()
     assert open_store(tmp_path / "k") is None
