@@ -55,8 +55,16 @@ def _siblings(path: str) -> list[str]:
     parent = path.rpartition(".")[0]
     names = [*_known(), *(k for k in FOREIGN if "*" not in k)]
     here = [k for k in names if k.rpartition(".")[0] == parent]
-    blocks = {k.split(".")[parent.count(".") + 1 if parent else 0] for k in _known() if k.startswith(parent)}
+    blocks = {k[len(parent) + 1 :].split(".")[0] for k in _known() if k.startswith(f"{parent}.")}
     return [k.rpartition(".")[2] for k in here] + sorted(blocks)
+
+
+def _block_above(path: str) -> str:
+    """The longest prefix of a path that is a block of the schema."""
+    parts = path.split(".")[:-1]
+    while parts and block_of(".".join(parts)) is None:
+        parts.pop()
+    return ".".join(parts)
 
 
 def _near(path: str, cutoff: float, ours_only: bool = False) -> str | None:
@@ -159,11 +167,13 @@ class Classifier:
             hint = f" (similar: {near})" if near else ""
             self._drop(path, value, Foreign(f"unknown to RLinf's Megatron actor and to us{hint}", loud=True))
             return
-        parent = path.rpartition(".")[0]
+        parent = _block_above(path)
+        stray = f"{parent}.{path[len(parent) + 1 :].split('.')[0]}"  # a whole unknown mapping is one fault
+        near = _near(stray, 0.75) if stray != path else near
         known = sorted({k.rpartition(".")[2] for k in _known() if k.rpartition(".")[0] == parent})
         fix = f"did you mean {near}?" if near else f"known keys of {parent}: {', '.join(known)}"
         self.account.dropped[path] = (value, "unknown key")
-        self.errors.append(ConfigError(path, value, "unknown key", fix))
+        self.errors.append(ConfigError(stray, value if stray == path else None, "unknown key", fix))
 
     def _drop(self, path: str, value: Any, entry: Foreign) -> None:
         self.account.dropped[path] = (value, entry.why)

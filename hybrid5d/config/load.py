@@ -18,6 +18,8 @@ from hybrid5d.config.overrides import Override, apply_overrides, parse_overrides
 from hybrid5d.config.resolve import resolve
 from hybrid5d.config.schema import RunConfig, schema_keys
 
+MAX_ERRORS = 200
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read, compose, override, resolve and validate.
@@ -126,4 +128,12 @@ def _short(value: Any) -> Any:
 
 def _once(errors: list[ConfigError]) -> list[ConfigError]:
     seen: set[tuple[str, str]] = set()
-    return [e for e in errors if not ((e.key, e.rule) in seen or seen.add((e.key, e.rule)))]  # type: ignore[func-returns-value]
+    kept = []
+    for error in errors:
+        if (error.key, error.rule) not in seen:
+            seen.add((error.key, error.rule))
+            kept.append(error)
+    if len(kept) <= MAX_ERRORS:
+        return kept
+    more = ConfigError("", None, f"and {len(kept) - MAX_ERRORS} more faults", "repair these first")
+    return [*kept[:MAX_ERRORS], more]

@@ -9,7 +9,7 @@ from typing import Any
 from hybrid5d.config.errors import ConfigError
 
 _KEY = "cluster.component_placement"
-_PART = re.compile(r"^(?P<a>\d+)(?:-(?P<b>\d+))?$")
+_PART = re.compile(r"^(?P<a>[0-9]{1,9})(?:-(?P<b>[0-9]{1,9}))?$")
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,6 @@ class Placement:
     """The actor's processes. `everything`: written as `all`, so any world size fits."""
 
     processes: int
-    gpus: tuple[int, ...]
     everything: bool = False
     node_group: str | None = None
 
@@ -35,7 +34,7 @@ def actor_placement(
     found = [(name, value) for name, value in placement.items() if "actor" in _names(name)]
     available = num_nodes * gpus_per_node
     if not placement:
-        return Placement(available, tuple(range(available)), everything=True), []
+        return Placement(available, everything=True), []
     if not found:
         return None, [ConfigError(_KEY, None, "no entry names the actor", "add actor: all")]
     if len(found) > 1:
@@ -77,12 +76,12 @@ def _group_size(group: str, num_nodes: int, gpus_per_node: int, node_groups: lis
         return num_nodes * gpus_per_node
     for entry in node_groups or []:
         if isinstance(entry, dict) and entry.get("label") == group:
-            nodes = _ranks(entry.get("node_ranks", "all"), num_nodes, "node_ranks")
+            nodes = _ranks(str(entry.get("node_ranks", "all")), num_nodes, "node")
             hardware = entry.get("hardware")
             kind = hardware.get("type") if isinstance(hardware, dict) else None
             if kind is not None and str(kind).lower() not in ("gpu", "nvidia", "cuda", "amd", "rocm", "ascend", "npu"):
                 raise _Bad(f"node group {group!r} counts {kind} devices, not accelerators", "place the actor on GPUs")
-            return len(nodes) * gpus_per_node
+            return sum(len(r) for r in nodes) * gpus_per_node
     labels = ", ".join(str(e.get("label")) for e in node_groups or [] if isinstance(e, dict)) or "none"
     raise _Bad(f"node group {group!r} is not defined (defined: {labels})", "define it in cluster.node_groups")
 
@@ -90,34 +89,34 @@ def _group_size(group: str, num_nodes: int, gpus_per_node: int, node_groups: lis
 def _parse(spec: Any, available: int, group: str | None) -> Placement:
     text = _text(spec)
     if text == "all":
-        return Placement(available, tuple(range(available)), everything=group is None, node_group=group)
-    gpus: list[int] = []
+        return Placement(available, everything=group is None, node_group=group)
+    last_gpu = -1
     processes = 0
     for part in text.split(","):
         resource, colon, process = part.strip().partition(":")
-        ranks = _ranks(resource, available, "GPU")
-        if gpus and ranks[0] <= gpus[-1]:
-            raise _Bad(f"GPU {ranks[0]} after {gpus[-1]}: GPUs must ascend and appear once")
-        gpus += ranks
+        (ranks,) = _ranks(resource, available, "GPU", hint=isinstance(spec, int))
+        if ranks[0] <= last_gpu:
+            raise _Bad(f"GPU {ranks[0]} after {last_gpu}: GPUs must ascend and appear once")
+        last_gpu = ranks[-1]
         processes += _processes(process, len(ranks), processes) if colon else len(ranks)
-    return Placement(processes, tuple(gpus), node_group=group)
+    return Placement(processes, node_group=group)
 
 
 def _text(spec: Any) -> str:
-    if isinstance(spec, bool) or spec is None or not isinstance(spec, (int, str)):
-        raise _Bad(f"a {type(spec).__name__} is no placement")
+    if isinstance(spec, bool) or not isinstance(spec, (int, str)):
+        raise _Bad("null is no placement" if spec is None else f"a {type(spec).__name__} is no placement")
     text = str(spec).strip()
     if not text:
         raise _Bad("the placement is empty")
     return text
 
 
-def _ranks(spec: Any, available: int, what: str) -> list[int]:
-    text = str(spec).strip()
-    if text == "all":
-        return list(range(available))
-    ranks: list[int] = []
-    for part in text.split(",") if what == "node_ranks" else [text]:
+def _ranks(text: str, available: int, what: str, hint: bool = False) -> list[range]:
+    """The ranges of a comma list."""
+    if text.strip() == "all":
+        return [range(available)]
+    found = []
+    for part in text.split(","):
         match = _PART.match(part.strip())
         if match is None:
             raise _Bad(f"{part!r} is neither a number nor a range a-b")
@@ -125,13 +124,13 @@ def _ranks(spec: Any, available: int, what: str) -> list[int]:
         if last < first:
             raise _Bad(f"range {part} runs backwards", f"write {last}-{first}")
         if last >= available:
-            hint = "; an unquoted a:b is read by YAML as one base-60 number, quote it" if isinstance(spec, int) else ""
+            more = "; YAML reads an unquoted a:b as one base-60 number, quote it" if hint else ""
             raise _Bad(
-                f"{what} {last} is outside 0..{available - 1} (nodes x GPUs per node = {available}){hint}",
+                f"{what} {last} is outside 0..{available - 1} (nodes x GPUs per node = {available}){more}",
                 "use the GPUs that exist, or set --gpus-per-node",
             )
-        ranks += range(first, last + 1)
-    return ranks
+        found.append(range(first, last + 1))
+    return found
 
 
 def _processes(text: str, resources: int, before: int) -> int:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybrid5d.config.tree import leaves
+from hybrid5d.config.tree import MISSING, get, leaves
+
+
+_PLAIN_REFERENCE = re.compile(r"^\$\{([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\}$")
 
 
 def multiply(a: Any, b: Any) -> Any:
@@ -76,8 +80,12 @@ def resolve(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     pending = [(path, value) for path, value in leaves(tree) if _references(value)]
     if not pending:
         return tree, {}
-    _register()
     dangling: dict[str, str] = {}
+    result = _copy(tree)
+    pending = [(path, value) for path, value in pending if not _resolve_simple(tree, result, path, value, dangling)]
+    if not pending:
+        return result, dangling
+    _register()
     safe = _copy(tree)
     for path, value in pending:
         try:
@@ -88,8 +96,7 @@ def resolve(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         config = OmegaConf.create(safe)
     except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as exc:
-        return tree, {path: _reason(exc) for path, _ in pending}
-    result = _copy(tree)
+        return result, dangling | {path: _reason(exc) for path, _ in pending}
     for path, value in pending:
         if path in dangling:
             continue
@@ -99,6 +106,23 @@ def resolve(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         except Exception as exc:  # a resolver may raise anything; it becomes the user's error, by key
             dangling[path] = f"{value!r}: {_reason(exc)}" if not isinstance(value, str) else _reason(exc)
     return result, dangling
+
+
+def _resolve_simple(
+    tree: dict[str, Any], result: dict[str, Any], path: str, value: Any, dangling: dict[str, str]
+) -> bool:
+    """`${a.b}` that refers to a plain value, or to nothing: most references, without OmegaConf's parser."""
+    match = _PLAIN_REFERENCE.match(value) if isinstance(value, str) else None
+    if match is None:
+        return False
+    target = get(tree, match.group(1), MISSING)
+    if target is MISSING:
+        dangling[path] = f"{match.group(1)!r} does not exist"
+        return True
+    if isinstance(target, dict) or _references(target):
+        return False
+    _put_exact(result, _parts(tree, path), _copy(target))
+    return True
 
 
 def _value(config: Any, parts: list[str]) -> Any:
@@ -117,6 +141,9 @@ def _parts(tree: Any, path: str) -> list[str]:
     """Split a dotted path along the real keys (keys themselves may hold dots)."""
     if path in tree:
         return [path]
+    plain = path.split(".")
+    if get(tree, path, MISSING) is not MISSING:
+        return plain
     for name, inner in tree.items():
         if isinstance(inner, dict) and path.startswith(f"{name}."):
             rest = path[len(name) + 1 :]

@@ -49,7 +49,9 @@ def _or(default: str) -> BeforeValidator:
     return BeforeValidator(lambda value: default if value is None else value)
 
 
-Int = Annotated[int, BeforeValidator(_no_bool)]
+MAX_INT = 2**53  # what JSON and every tool downstream can hold
+MAX_RANKS = 2**20
+Int = Annotated[int, BeforeValidator(_no_bool), Field(ge=-MAX_INT, le=MAX_INT)]
 Float = Annotated[float, BeforeValidator(_no_bool)]
 Bool = Annotated[bool, BeforeValidator(_no_number)]
 Strings = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
@@ -75,7 +77,7 @@ class Block(BaseModel):
 class ClusterConfig(Block):
     """Where the job runs."""
 
-    num_nodes: Int = key(1, "nodes of the job; 0 = all that are connected (only a launcher knows)", "nodes", ge=0)
+    num_nodes: Int = key(1, "nodes of the job; 0 = all that are connected (only a launcher knows)", "nodes", ge=0, le=MAX_RANKS)
     component_placement: dict[str, Any] = key(
         dict, "GPUs of each component, RLinf's grammar; only `actor` is ours. Absent: actor: all"
     )
@@ -176,9 +178,9 @@ class ModelConfig(Block):
         None, "read weights from the folder's safetensors; null: where there are any; false: random start"
     )
     precision: Precision = key(DEFAULT_PRECISION, "fp32 | bf16 | fp16 of weights and activations; null = fp32")
-    tensor_model_parallel_size: Int = key(1, "TP: ranks that share each weight matrix", "ranks", ge=1)
-    pipeline_model_parallel_size: Int = key(1, "PP: stages that share the layers", "ranks", ge=1)
-    context_parallel_size: Int = key(1, "CP: ranks that share the sequence", "ranks", ge=1)
+    tensor_model_parallel_size: Int = key(1, "TP: ranks that share each weight matrix", "ranks", ge=1, le=MAX_RANKS)
+    pipeline_model_parallel_size: Int = key(1, "PP: stages that share the layers", "ranks", ge=1, le=MAX_RANKS)
+    context_parallel_size: Int = key(1, "CP: ranks that share the sequence", "ranks", ge=1, le=MAX_RANKS)
     cp_comm_type: Literal["p2p", "a2a", "a2a+p2p", "all_gather"] = key(
         "p2p", "how CP attention communicates: ring, Ulysses, both, or gathered keys and values"
     )
@@ -195,14 +197,14 @@ class ModelConfig(Block):
     recompute_method: Literal["block", "uniform"] | None = key(
         None, "full: block = the first n layers of each stage, uniform = groups of n layers"
     )
-    recompute_num_layers: Int | None = key(None, "the n of recompute_method", "layers", ge=1)
+    recompute_num_layers: Int | None = key(None, "the n of recompute_method", "layers", ge=1, le=MAX_RANKS)
     seq_length: Int | None = key(None, "row length where runner.seq_length is absent", "tokens", ge=1)
     encoder_seq_length: Int | None = key(None, "RLinf's second name of the row length", "tokens", ge=1)
-    num_layers: Int | None = key(None, "decoder layers; the folder's config.json wins", "layers", ge=1)
+    num_layers: Int | None = key(None, "decoder layers; the folder's config.json wins", "layers", ge=1, le=MAX_RANKS)
     hidden_size: Int | None = key(None, "residual width; config.json wins", ge=1)
     ffn_hidden_size: Int | None = key(None, "MLP width; config.json wins", ge=1)
-    num_attention_heads: Int | None = key(None, "query heads; config.json wins", "heads", ge=1)
-    num_query_groups: Int | None = key(None, "key/value heads; config.json wins", "heads", ge=1)
+    num_attention_heads: Int | None = key(None, "query heads; config.json wins", "heads", ge=1, le=MAX_RANKS)
+    num_query_groups: Int | None = key(None, "key/value heads; config.json wins", "heads", ge=1, le=MAX_RANKS)
     padded_vocab_size: Int | None = key(None, "vocabulary; config.json wins", "tokens", ge=1)
 
 

@@ -86,8 +86,7 @@ def _rl_rules(config: RunConfig, dp: int, sequences: int) -> list[ConfigError]:
         errors.append(ConfigError(key, prompts, rule, f"make the product a multiple of {dp}"))
     if not errors and (sequences // dp) % n:
         rule = f"{sequences // dp} sequences per dp rank do not divide by it"
-        fits = [k for k in range(1, sequences // dp + 1) if (sequences // dp) % k == 0]
-        closest = min(fits, key=lambda k: abs(k - n))
+        closest = next(k for k in range(min(n, sequences // dp), 0, -1) if (sequences // dp) % k == 0)
         fix = f"use a divisor of {sequences // dp}, such as {closest}"
         errors.append(ConfigError("algorithm.n_minibatches", n, rule, fix))
     split = config.algorithm.logprob_forward_micro_batch_size

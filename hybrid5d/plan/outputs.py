@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -55,8 +56,17 @@ def resolved_text(config: RunConfig) -> str:
 
 def json_text(value: Any) -> str:
     """Stable JSON, lists of numbers on one line, with a final newline."""
-    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
     return _NUMBERS.sub(lambda m: f"[{' '.join(m.group(1).split())}]", text) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no NaN and no infinity: they become text, as YAML spells them."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def plan_files(plan: RunPlan, folder: str | Path = "") -> dict[str, str]:

@@ -6,7 +6,7 @@ import glob
 from pathlib import Path
 
 from hybrid5d.config.errors import ConfigError
-from hybrid5d.config.schema import ModelConfig, RunConfig
+from hybrid5d.config.schema import MAX_RANKS, ModelConfig, RunConfig
 from hybrid5d.plan.deepspeed_config import asked_zero_stage
 from hybrid5d.plan.model import ModelNumbers
 from hybrid5d.plan.sequence_rules import check_heads, check_hierarchical, default_ulysses
@@ -28,6 +28,9 @@ def world_rules(config: RunConfig, world_size: int) -> list[ConfigError]:
     unit = tp * pp * cp
     if world_size < 1:
         return [ConfigError("world_size", world_size, "at least one process is needed", "start one or more")]
+    if world_size > MAX_RANKS:
+        rule = f"no cluster has so many: at most {MAX_RANKS}"
+        return [ConfigError("world_size", world_size, rule, "check cluster.num_nodes")]
     if world_size % unit == 0:
         return []
     low, high = world_size // unit * unit, (world_size // unit + 1) * unit
