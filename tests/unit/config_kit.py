@@ -44,7 +44,7 @@ def native(**changes: Any) -> dict[str, Any]:
     """The native YAML with dotted keys changed (`__` stands for the dot)."""
     tree = copy.deepcopy(NATIVE)
     for path, value in changes.items():
-        put(tree, path.replace("__", "."), value)
+        put(tree, path.replace("__", "."), copy.deepcopy(value))
     return tree
 
 
