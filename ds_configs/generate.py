@@ -1,4 +1,7 @@
-"""Writes the translation of every YAML in examples/ to ds_configs/, or compares: `python ds_configs/generate.py [--check]`."""
+"""Writes the translation of every YAML in examples/ to ds_configs/, or compares it.
+
+Run as `python ds_configs/generate.py [--check]`.
+"""
 
 from __future__ import annotations
 

@@ -113,7 +113,9 @@ def key_story(result: Translation, key: str) -> list[dict[str, Any]]:
                 "default": found.get_default(call_default_factory=True),
             }
         name = path.rpartition(".")[2]
-        entry |= {"refused": str(e) for e in result.errors if e.key == path}
+        refused = "; ".join(str(e) for e in result.errors if e.key == path)
+        if refused:
+            entry["refused"] = refused
         told = [n for n in result.notices if path in n or f"{name}=" in n or n.startswith(f"{name} ")]
         if told:
             entry["notice"] = "; ".join(told)

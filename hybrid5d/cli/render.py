@@ -83,7 +83,8 @@ def _folded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         block = row["key"].split(".")[0]
         counts[block] = counts.get(block, 0) + 1
     folded = [
-        {"key": f"{block}.*", "value": f"{n} keys", "target": None, "why": OTHER_COMPONENT} for block, n in counts.items()
+        {"key": f"{block}.*", "value": f"{n} keys", "target": None, "why": OTHER_COMPONENT}
+        for block, n in counts.items()
     ]
     return kept + folded
 

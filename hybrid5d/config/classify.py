@@ -123,10 +123,10 @@ class Classifier:
             return False
         off, rule, fix = MUST_BE_OFF[name]
         whole = trees.get(self.account.tree, name)
-        if path in self.account.dangling or not any(whole == v and type(whole) is type(v) for v in off):
-            if all(e.key != name for e in self.errors):
-                self.errors.append(ConfigError(name, whole, rule, fix))
-        self.account.dropped[path] = (value, "off, as it must be" if not self.errors else rule)
+        on = path in self.account.dangling or not any(whole == v and type(whole) is type(v) for v in off)
+        if on and all(e.key != name for e in self.errors):
+            self.errors.append(ConfigError(name, whole, rule, fix))
+        self.account.dropped[path] = (value, rule if on else "off, as it must be")
         return True
 
     def _other_block(self, top: str, path: str, value: Any) -> None:

@@ -1,7 +1,7 @@
 """Hydra's `defaults:` lists, composed statically (version_base 1.1: without `_self_` a file's own values win).
 
-Understood: sibling files, config groups (`group: option`, lists of options, `null`), `@package` in the list and as a header,
-`optional`, `override`, absolute `/group`, `_self_`, `hydra.searchpath`, and `group=option` on the command line.
+Understood: sibling files, config groups (`group: option`, lists of options, `null`), `@package` in the list and as a
+header, `optional`, `override`, absolute `/group`, `_self_`, `hydra.searchpath`, and `group=option` on the command line.
 """
 
 from __future__ import annotations

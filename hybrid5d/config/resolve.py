@@ -10,7 +10,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hybrid5d.config.tree import MISSING, get, leaves
 
-
 _PLAIN_REFERENCE = re.compile(r"^\$\{([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\}$")
 
 

@@ -1,6 +1,6 @@
 """RLinf's meaning of a Megatron YAML, where it differs from ours: what is refused, renamed, or must be heard.
 
-Source of the rules: RLinf's validators and Megatron-core's dataclass checks; each is cited by what it checks, not by line.
+Source of the rules: RLinf's validators and Megatron-core's dataclass checks, cited by what they check, not by line.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ def _start_weights(account: Account) -> list[ConfigError]:
             ConfigError(key, value, rule, "name a Hugging Face folder in actor.model.model_path and set this to null")
         ]
     account.tell(
-        f"{key}={value!r} is dropped: weights in Megatron's format cannot be read. Training would start from the Hugging Face "
+        f"{key}={value!r} is dropped: weights in Megatron's format cannot "
+        "be read. Training would start from the Hugging Face "
         f"folder {source!r}; make sure that these are the same weights"
     )
     return []
@@ -178,12 +179,18 @@ def _decay_keys(tree: dict[str, Any], config: RunConfig) -> list[ConfigError]:
     given = {n: get(tree, f"actor.lr_sched.{n}") for n in ("start_weight_decay", "end_weight_decay")}
     named = [f"actor.lr_sched.{n}" for n, v in given.items() if v is not None]
     if style == "constant" and named:
-        rule = "with lr_decay_style constant, weight decay is optim.weight_decay, and start/end must be null (RLinf asserts it)"
+        rule = (
+            "with lr_decay_style constant, weight decay is optim.weight_decay, "
+            "and start/end must be null (RLinf asserts it)"
+        )
         return [ConfigError(k, get(tree, k), rule, "set it to null or choose another style") for k in named]
     if style != "constant" and len(named) < 2:
         missing = [f"actor.lr_sched.{n}" for n, v in given.items() if v is None]
         decay = config.actor.optim.weight_decay
-        rule = f"lr_decay_style {style} needs start_weight_decay and end_weight_decay (optim.weight_decay is not read then)"
+        rule = (
+            f"lr_decay_style {style} needs start_weight_decay and "
+            "end_weight_decay (optim.weight_decay is not read then)"
+        )
         return [ConfigError(k, None, rule, f"write {k.rpartition('.')[2]}: {decay:g}") for k in missing]
     return []
 
@@ -240,7 +247,8 @@ def notices(account: Account, config: RunConfig) -> None:
         )
     if get(tree, "critic.use_critic_model") is True:
         account.tell(
-            "second Megatron engine (critic) on the same GPUs: only the actor is translated; translate it as a run of its own"
+            "second Megatron engine (critic) on the same GPUs: only the actor "
+            "is translated; translate it as a run of its own"
         )
 
 
@@ -256,19 +264,20 @@ def _optimizer_notices(account: Account, config: RunConfig) -> None:
     for name in ("max_lr", "lr"):
         path = f"actor.lr_sched.{name}"
         if path in account.dropped:
-            value, why = account.dropped.pop(path)
+            value, _ = account.dropped.pop(path)
             account.overridden[path] = (value, "optim.lr is the peak")
             if isinstance(value, (int, float)) and value != optim.lr:
                 account.tell(f"lr_sched.{name}={value:g} is dead, optim.lr={optim.lr:g} is the peak")
     if model.precision == "bf16" and optim.loss_scale:
         account.tell(
-            f"bf16 with loss_scale {optim.loss_scale:g}: Megatron applies a constant scaler, DeepSpeed's bf16 has none; dropped"
+            f"bf16 with loss_scale {optim.loss_scale:g}: Megatron applies a "
+            "constant scaler, DeepSpeed's bf16 has none; dropped"
         )
     if model.precision == "fp16" and not optim.loss_scale:
         account.tell("fp16 without loss_scale: dynamic loss scale")
     if model.precision == "fp32" and optim.loss_scale:
         account.tell(f"fp32 with loss_scale {optim.loss_scale:g}: fp32 needs no scaling; dropped")
-    if optim.bf16 is False and model.precision == "bf16" or optim.fp16 is False and model.precision == "fp16":
+    if (optim.bf16 is False and model.precision == "bf16") or (optim.fp16 is False and model.precision == "fp16"):
         flags = ", ".join(f"optim.{n}={v}" for n, v in (("bf16", optim.bf16), ("fp16", optim.fp16)) if v is not None)
         account.tell(f"{flags} contradicts precision {model.precision}: precision wins")
     if get(tree, "actor.optim.optimizer_cpu_offload") is True and not get(
@@ -283,18 +292,21 @@ def _batch_notices(account: Account, config: RunConfig) -> None:
     tree, runner = account.tree, config.runner
     if config.algorithm.multi_agent:
         account.tell(
-            "multi-agent actor: the real global batch is the number of sequences produced (padded to a multiple of dp x micro "
+            "multi-agent actor: the real global batch is the number of sequences "
+            "produced (padded to a multiple of dp x micro "
             "batch), the nominal one is shown"
         )
         if config.algorithm.n_minibatches > 1:
             account.tell(
-                "multi-agent padding goes to dp x micro batch only, so n_minibatches > 1 may hit RLinf's split assertion"
+                "multi-agent padding goes to dp x micro batch only, so "
+                "n_minibatches > 1 may hit RLinf's split assertion"
             )
     down = get(tree, "algorithm.down_sampling")
     if isinstance(down, dict) and down.get("do_down_sampling") is True:
         keep = get(down, "down_sampling_config.down_sample_to_n")
         account.tell(
-            f"down_sampling {config.algorithm.group_size}->{keep} per group: the real global batch is variable and smaller than "
+            f"down_sampling {config.algorithm.group_size}->{keep} per group: "
+            "the real global batch is variable and smaller than "
             "the nominal one shown; micro batch must be 1"
         )
     if runner.enable_dynamic_batch_size and runner.max_tokens_per_mbs:

@@ -1,7 +1,7 @@
 """Keys of RLinf and Megatron that have no place in a hybrid5d run, and why. Data only.
 
-A key is looked up by its longest matching pattern (`*` matches any rest). `loud` keys change what a user may expect and get a
-notice of their own; the others appear in the report only.
+A key is looked up by its longest matching pattern (`*` matches any rest). `loud` keys change what a user may expect
+and get a notice of their own; the others appear in the report only.
 """
 
 from __future__ import annotations
@@ -19,10 +19,35 @@ class Foreign:
 
 # Top-level blocks of other components. They pass with one line.
 RL_BLOCKS = (
-    "rollout", "reward", "critic", "inference", "actor_inference", "critic_inference", "env", "agentloop", "tools",
-    "agentlightning", "rollout_judge", "rollout_server", "profile_data", "weight_syncer", "hydra", "defaults", "server",
-    "eval", "ref", "reward_model", "judge", "router", "proxy", "mcp", "search", "sandbox", "simulator", "value_head",
-)  # fmt: skip
+    "rollout",
+    "reward",
+    "critic",
+    "inference",
+    "actor_inference",
+    "critic_inference",
+    "env",
+    "agentloop",
+    "tools",
+    "agentlightning",
+    "rollout_judge",
+    "rollout_server",
+    "profile_data",
+    "weight_syncer",
+    "hydra",
+    "defaults",
+    "server",
+    "eval",
+    "ref",
+    "reward_model",
+    "judge",
+    "router",
+    "proxy",
+    "mcp",
+    "search",
+    "sandbox",
+    "simulator",
+    "value_head",
+)
 
 _KERNEL = "a Megatron kernel or fusion switch; the numbers do not depend on it"
 _MOE = "only read by mixture-of-experts models"
@@ -68,13 +93,15 @@ FOREIGN: dict[str, Foreign] = {
         "algorithm.",
     ),
     **_each(
-        "sampling_params.* rollout_batch_size_per_gpu val_rollout_batch_size_per_gpu max_num_gen_batches length_params.*",
+        "sampling_params.* rollout_batch_size_per_gpu val_rollout_batch_size_per_gpu "
+        "max_num_gen_batches length_params.*",
         _GEN,
         "algorithm.",
     ),
     # data
     **_each(
-        "dataset_name answer_key choice_key image_keys apply_chat_template use_chat_template apply_chat_template_kwargs* "
+        "dataset_name answer_key choice_key image_keys apply_chat_template "
+        "use_chat_template apply_chat_template_kwargs* "
         "filter_prompt_by_length data_size lazy_loading system_prompt answer_separator is_markdown unique_columns "
         "is_hybrid process_workers image_* solution_key format* prompt_template* chat_template* max_seq_length",
         _PREP,
@@ -103,7 +130,8 @@ FOREIGN: dict[str, Foreign] = {
     **_each("tokenizer.*", "RLinf passes on tokenizer_model only", "actor."),
     # actor.model
     **_each(
-        "gradient_accumulation_fusion masked_softmax_fusion persist_layer_norm bias_dropout_fusion bias_activation_fusion "
+        "gradient_accumulation_fusion masked_softmax_fusion persist_layer_norm "
+        "bias_dropout_fusion bias_activation_fusion "
         "bias_swiglu_fusion bias_gelu_fusion apply_rope_fusion use_cpu_initialization perform_initialization "
         "enable_cuda_graph cuda_graph_* use_te_rng_tracker external_cuda_graph cross_entropy_loss_fusion "
         "cross_entropy_fusion_impl deallocate_pipeline_outputs flash_decode use_flash_attn attention_backend "
@@ -113,7 +141,8 @@ FOREIGN: dict[str, Foreign] = {
     ),
     **_each(
         "batch_p2p_comm batch_p2p_sync overlap_p2p_comm use_ring_exchange_p2p defer_embedding_wgrad_compute "
-        "wgrad_deferral_limit barrier_with_L1_time async_tensor_model_parallel_allreduce microbatch_group_size_per_vp_stage",
+        "wgrad_deferral_limit barrier_with_L1_time async_tensor_model_parallel_allreduce "
+        "microbatch_group_size_per_vp_stage",
         _COMM,
         "actor.model.",
     ),
@@ -170,7 +199,8 @@ FOREIGN: dict[str, Foreign] = {
         "actor.optim.",
     ),
     **_each(
-        "optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d use_torch_optimizer_for_cpu_offload "
+        "optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d "
+        "use_torch_optimizer_for_cpu_offload "
         "pin_cpu_grads pin_cpu_params",
         "RLinf's fraction of offloaded state is 0, so nothing is offloaded",
         "actor.optim.",
@@ -213,7 +243,8 @@ FOREIGN: dict[str, Foreign] = {
         "mbridge", "Megatron-Bridge builds RLinf's model; ours is read from the Hugging Face folder", "actor.megatron."
     ),
     **_each(
-        "use_dist_ckpt ckpt_format ckpt_fully_parallel_save ckpt_fully_parallel_load async_save auto_detect_ckpt_format "
+        "use_dist_ckpt ckpt_format ckpt_fully_parallel_save "
+        "ckpt_fully_parallel_load async_save auto_detect_ckpt_format "
         "ckpt_convert_* non_persistent_* ckpt_assume_constant_structure dist_ckpt_* no_load_optim no_load_rng "
         "no_save_optim no_save_rng finetune exit_on_missing_checkpoint ckpt_step save_interval use_checkpoint_args",
         _CKPT,
@@ -221,8 +252,10 @@ FOREIGN: dict[str, Foreign] = {
     ),
     **_each(
         "ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw ddp_average_in_collective distributed_backend "
-        "nccl_communicator_config_path enable_gloo_process_groups use_tp_pp_dp_mapping num_distributed_optimizer_instances "
-        "data_parallel_random_init local_rank lazy_mpu_init use_sharp nccl_ub keep_fp8* data_parallel_sharding_strategy "
+        "nccl_communicator_config_path enable_gloo_process_groups "
+        "use_tp_pp_dp_mapping num_distributed_optimizer_instances "
+        "data_parallel_random_init local_rank lazy_mpu_init use_sharp "
+        "nccl_ub keep_fp8* data_parallel_sharding_strategy "
         "gradient_reduce_div_fusion suggested_communication_unit_size",
         _COMM,
         "actor.megatron.",
@@ -239,14 +272,16 @@ FOREIGN: dict[str, Foreign] = {
         "actor.megatron.",
     ),
     **_each(
-        "encoder_tensor_model_parallel_size encoder_pipeline_model_parallel_size use_torch_fsdp2 use_custom_fsdp skip_train "
+        "encoder_tensor_model_parallel_size encoder_pipeline_model_parallel_size "
+        "use_torch_fsdp2 use_custom_fsdp skip_train "
         "moe_use_upcycling",
         "off",
         "actor.megatron.",
     ),
     **_each(
         "timing_log_* rerun_mode error_injection_* retro_* init_model_with_meta_device log_progress transformer_impl "
-        "hybrid_* inference_* mamba_* result_rejected_tracker* straggler* log_* tensorboard_* wandb_* seed eval_* exit_*",
+        "hybrid_* inference_* mamba_* result_rejected_tracker* straggler* "
+        "log_* tensorboard_* wandb_* seed eval_* exit_*",
         "read by Megatron's own training script only",
         "actor.megatron.",
     ),
@@ -255,37 +290,74 @@ FOREIGN: dict[str, Foreign] = {
 # Keys whose value must be "off"; anything else is refused. key -> (values that mean off, rule, fix)
 MUST_BE_OFF: dict[str, tuple[tuple[object, ...], str, str]] = {
     "cluster.auto_scheduler": (
-        (False,), "the elastic scheduler changes dp at run time; a static translation has no meaning", "set it to false"),
+        (False,),
+        "the elastic scheduler changes dp at run time; a static translation has no meaning",
+        "set it to false",
+    ),
     "actor.model.virtual_pipeline_model_parallel_size": (
-        (None, 1), "virtual (interleaved) pipeline stages are not supported, and fail in RLinf too", "set it to null"),
+        (None, 1),
+        "virtual (interleaved) pipeline stages are not supported, and fail in RLinf too",
+        "set it to null",
+    ),
     "actor.model.pipeline_model_parallel_split_rank": (
-        (None, 0), "encoder-decoder pipelines are not supported", "set it to null"),
+        (None, 0),
+        "encoder-decoder pipelines are not supported",
+        "set it to null",
+    ),
     "actor.model.fp8": ((None, False), "fp8 is not supported", "set it to null and use precision: bf16"),
     "actor.model.fp8_format": ((None, False), "fp8 is not supported", "remove it and use precision: bf16"),
     "actor.model.fp4": ((None, False), "fp4 is not supported", "set it to null and use precision: bf16"),
     "actor.model.fp8_param": ((None, False), "fp8 is not supported", "remove it and use precision: bf16"),
     "actor.model.is_lora": ((None, False), "LoRA is not supported", "set it to false"),
     "actor.model.freeze_language_model": (
-        (None, False), "a frozen language model leaves nothing to train here", "set it to false"),
+        (None, False),
+        "a frozen language model leaves nothing to train here",
+        "set it to false",
+    ),
     "actor.model.mcore_customization_config": (
-        (None, {}), "raw attributes of Megatron's config cannot be translated", "remove its content"),
+        (None, {}),
+        "raw attributes of Megatron's config cannot be translated",
+        "remove its content",
+    ),
     "actor.optim.decoupled_lr": (
-        (None,), "a separate learning rate for embedding and head is not supported", "set it to null"),
+        (None,),
+        "a separate learning rate for embedding and head is not supported",
+        "set it to null",
+    ),
     "actor.optim.decoupled_min_lr": (
-        (None,), "a separate learning rate for embedding and head is not supported", "set it to null"),
+        (None,),
+        "a separate learning rate for embedding and head is not supported",
+        "set it to null",
+    ),
     "actor.megatron.num_distributed_optimizer_instances": (
-        (None, 1), "more than one optimizer instance is not supported (RLinf does not pass it on either)", "set it to 1"),
+        (None, 1),
+        "more than one optimizer instance is not supported (RLinf does not pass it on either)",
+        "set it to 1",
+    ),
     "actor.megatron.use_torch_fsdp2": ((None, False), "FSDP2 is another kind of data parallelism", "set it to false"),
     "actor.megatron.use_custom_fsdp": ((None, False), "FSDP is another kind of data parallelism", "set it to false"),
     "actor.megatron.encoder_tensor_model_parallel_size": (
-        (None, 0), "encoder-decoder layouts are not supported", "set it to 0"),
+        (None, 0),
+        "encoder-decoder layouts are not supported",
+        "set it to 0",
+    ),
     "actor.megatron.encoder_pipeline_model_parallel_size": (
-        (None, 0), "encoder-decoder layouts are not supported", "set it to 0"),
+        (None, 0),
+        "encoder-decoder layouts are not supported",
+        "set it to 0",
+    ),
     "actor.megatron.skip_train": ((None, False), "with skip_train nothing would be trained", "set it to false"),
-    "actor.megatron.moe_use_upcycling": ((None, False), "mixture-of-experts models are not supported", "set it to false"),
+    "actor.megatron.moe_use_upcycling": (
+        (None, False),
+        "mixture-of-experts models are not supported",
+        "set it to false",
+    ),
     "actor.megatron.use_tp_pp_dp_mapping": (
-        (None, False), "only Megatron's default rank order tp-cp-dp-pp is supported", "set it to false"),
-}  # fmt: skip
+        (None, False),
+        "only Megatron's default rank order tp-cp-dp-pp is supported",
+        "set it to false",
+    ),
+}
 
 TASKS = ("sft", "reasoning", "coding_online_rl")
 RL_TASKS = ("reasoning", "coding_online_rl")

@@ -77,7 +77,9 @@ class Block(BaseModel):
 class ClusterConfig(Block):
     """Where the job runs."""
 
-    num_nodes: Int = key(1, "nodes of the job; 0 = all that are connected (only a launcher knows)", "nodes", ge=0, le=MAX_RANKS)
+    num_nodes: Int = key(
+        1, "nodes of the job; 0 = all that are connected (only a launcher knows)", "nodes", ge=0, le=MAX_RANKS
+    )
     component_placement: dict[str, Any] = key(
         dict, "GPUs of each component, RLinf's grammar; only `actor` is ours. Absent: actor: all"
     )
@@ -294,7 +296,7 @@ class RunConfig(Block):
 
     @property
     def account(self) -> Any:
-        """What loading found out about each input key (`config.account.Account`), or None for a config built by hand."""
+        """What loading found out about each input key (a `config.account.Account`); None for a config built by hand."""
         return self._account
 
     def __eq__(self, other: object) -> bool:

@@ -5,49 +5,57 @@
 
 from __future__ import annotations
 
-TOP_LEVEL = frozenset(
-    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation "
-    "steps_per_print dump_state disable_python_gc disable_allgather communication_data_type "
-    "seq_parallel_communication_data_type prescale_gradients gradient_predivide_factor gradient_allreduce_op "
-    "zero_optimization activation_checkpointing comms_logger tensorboard wandb csv_monitor comet gradient_clipping fp16 "
-    "bf16 torch_autocast optimizer scheduler zero_allow_untested_optimizer zero_force_ds_cpu_optimizer flops_profiler "
-    "wall_clock_breakdown memory_breakdown autotuning hybrid_engine pipeline data_efficiency curriculum_learning "
-    "checkpoint data_types aio dataloader_drop_last log_level datastates weight_quantization compile timers "
-    "tensor_parallel expert_parallel sequence_parallel_size vocabulary_size compression_training elasticity "
-    "use_data_before_expert_parallelism".split()
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+TOP_LEVEL = _names(
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps "
+    "managed_gradient_accumulation steps_per_print dump_state disable_python_gc disable_allgather "
+    "communication_data_type seq_parallel_communication_data_type prescale_gradients "
+    "gradient_predivide_factor gradient_allreduce_op zero_optimization activation_checkpointing "
+    "comms_logger tensorboard wandb csv_monitor comet gradient_clipping fp16 bf16 torch_autocast "
+    "optimizer scheduler zero_allow_untested_optimizer zero_force_ds_cpu_optimizer flops_profiler "
+    "wall_clock_breakdown memory_breakdown autotuning hybrid_engine pipeline data_efficiency "
+    "curriculum_learning checkpoint data_types aio dataloader_drop_last log_level datastates "
+    "weight_quantization compile timers tensor_parallel expert_parallel sequence_parallel_size "
+    "vocabulary_size compression_training elasticity use_data_before_expert_parallelism"
 )
 
 SECTIONS: dict[str, frozenset[str]] = {
-    "zero_optimization": frozenset(
-        "stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions "
-        "allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights elastic_checkpoint offload_param "
-        "offload_optimizer zenflow sub_group_size cpu_offload_param cpu_offload_use_pin_memory cpu_offload "
-        "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
-        "max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold "
-        "use_all_reduce_for_fetch_params allgather_sequential stage3_gather_fp16_weights_on_model_save "
-        "ignore_unused_parameters legacy_stage1 round_robin_gradients parameter_alignment zero_hpz_partition_size "
-        "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients memory_efficient_linear "
+    "zero_optimization": _names(
+        "stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce "
+        "allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights "
+        "elastic_checkpoint offload_param offload_optimizer zenflow sub_group_size cpu_offload_param "
+        "cpu_offload_use_pin_memory cpu_offload prefetch_bucket_size param_persistence_threshold "
+        "model_persistence_threshold max_live_parameters max_reuse_distance "
+        "gather_16bit_weights_on_model_save module_granularity_threshold use_all_reduce_for_fetch_params "
+        "allgather_sequential stage3_gather_fp16_weights_on_model_save ignore_unused_parameters legacy_stage1 "
+        "round_robin_gradients parameter_alignment zero_hpz_partition_size zero_quantized_weights "
+        "zero_quantized_nontrainable_weights zero_quantized_gradients memory_efficient_linear "
         "pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings enable_sanity_checks "
-        "save_muon_momentum_buffer_in_memory leaf_module stage3_prefetch_bucket_size stage3_param_persistence_threshold "
-        "stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance "
-        "stage3_gather_16bit_weights_on_model_save stage3_module_granularity_threshold "
-        "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential".split()
+        "save_muon_momentum_buffer_in_memory leaf_module stage3_prefetch_bucket_size "
+        "stage3_param_persistence_threshold stage3_model_persistence_threshold stage3_max_live_parameters "
+        "stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save "
+        "stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params "
+        "stage3_allgather_sequential"
     ),
-    "bf16": frozenset(
-        "enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states".split()
+    "bf16": _names(
+        "enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states"
     ),
-    "fp16": frozenset(
+    "fp16": _names(
         "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
-        "min_loss_scale fp16_master_weights_and_grads".split()
+        "min_loss_scale fp16_master_weights_and_grads"
     ),
-    "pipeline": frozenset(
-        "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned use_reentrant".split()
+    "pipeline": _names(
+        "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned use_reentrant"
     ),
-    "data_types": frozenset("grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules".split()),
-    "tensorboard": frozenset("enabled output_path job_name".split()),
-    "wandb": frozenset("enabled group team project".split()),
-    "csv_monitor": frozenset("enabled output_path job_name".split()),
-    "optimizer": frozenset("type params legacy_fusion".split()),
+    "data_types": _names("grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules"),
+    "tensorboard": _names("enabled output_path job_name"),
+    "wandb": _names("enabled group team project"),
+    "csv_monitor": _names("enabled output_path job_name"),
+    "optimizer": _names("type params legacy_fusion"),
 }
 
 # Leaves that would change the numbers or the layout: key -> what to set in the YAML instead ("" = it is fixed).

@@ -9,8 +9,8 @@ from hybrid5d.config.errors import ConfigError
 from hybrid5d.config.schema import MAX_RANKS, ModelConfig, RunConfig
 from hybrid5d.plan.deepspeed_config import asked_zero_stage
 from hybrid5d.plan.model import ModelNumbers
-from hybrid5d.plan.sequence_rules import check_heads, check_hierarchical, default_ulysses
 from hybrid5d.plan.schedule import DEFAULT_DECAY_STEPS, warmup_steps
+from hybrid5d.plan.sequence_rules import check_heads, check_hierarchical, default_ulysses
 
 _M, _O, _L = "actor.model.", "actor.optim.", "actor.lr_sched."
 BACKENDS = ("tensorboard", "wandb", "swanlab")
@@ -36,7 +36,8 @@ def world_rules(config: RunConfig, world_size: int) -> list[ConfigError]:
     low, high = world_size // unit * unit, (world_size // unit + 1) * unit
     near = " or ".join(str(n) for n in (low, high) if n)
     rule = (
-        f"not a multiple of tensor_model_parallel_size {tp} x pipeline_model_parallel_size {pp} x context_parallel_size {cp} "
+        f"not a multiple of tensor_model_parallel_size {tp} x "
+        f"pipeline_model_parallel_size {pp} x context_parallel_size {cp} "
         f"= {unit}"
     )
     return [ConfigError("world_size", world_size, rule, f"start {near} processes, or lower a degree")]

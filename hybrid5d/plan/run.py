@@ -185,7 +185,8 @@ def _notices(plan: RunPlan, reading: ModelReading) -> tuple[str, ...]:
     warmup = plan.schedule.warmup_steps
     if 0 < warmup < 1:
         told.append(
-            f"warmup {warmup:g} iter: only optimizer step 1 runs at lr_warmup_init={plan.schedule.warmup_init:g}, full lr from step 2"
+            f"warmup {warmup:g} iter: only optimizer step 1 runs at "
+            f"lr_warmup_init={plan.schedule.warmup_init:g}, full lr from step 2"
         )
     if config.actor.model.recompute_granularity is None and config.actor.model.recompute_method is not None:
         told.append("recompute_method without recompute_granularity: nothing is recomputed")
@@ -200,7 +201,8 @@ def _loss_notice(config: RunConfig) -> list[str]:
     if not foreign or config.actor.loss_normalization == "micro_batch":
         return []
     return [
-        "loss: RLinf takes the mean over micro-batches of per-micro-batch means, hybrid5d the exact mean over all valid tokens of "
+        "loss: RLinf takes the mean over micro-batches of per-micro-batch "
+        "means, hybrid5d the exact mean over all valid tokens of "
         "the global batch; actor.loss_normalization: micro_batch reproduces RLinf's"
     ]
 
@@ -213,7 +215,8 @@ def _more_than_megatron(plan: RunPlan, numbers: ModelNumbers) -> list[str]:
     told = []
     if numbers.num_layers is not None and numbers.num_layers % pp:
         told.append(
-            f"{numbers.num_layers} layers over pp={pp}: Megatron refuses an uneven split, hybrid5d uses {list(plan.stages)}"
+            f"{numbers.num_layers} layers over pp={pp}: Megatron refuses an "
+            f"uneven split, hybrid5d uses {list(plan.stages)}"
         )
     if numbers.vocab_size is not None and numbers.vocab_size % tp:
         told.append(

@@ -83,11 +83,17 @@ class LRSchedule:
     def to_dict(self) -> dict[str, Any]:
         """The part that `convert` and the run directory show."""
         return {
-            "style": self.style, "warmup_steps": self.warmup_steps, "decay_steps": self.decay_steps, "min_lr": self.min_lr,
-            "max_lr": self.max_lr, "warmup_init": self.warmup_init, "wsd_decay_steps": self.wsd_decay_steps,
+            "style": self.style,
+            "warmup_steps": self.warmup_steps,
+            "decay_steps": self.decay_steps,
+            "min_lr": self.min_lr,
+            "max_lr": self.max_lr,
+            "warmup_init": self.warmup_init,
+            "wsd_decay_steps": self.wsd_decay_steps,
             "wsd_decay_style": self.wsd_decay_style if self.style == "WSD" else None,
-            "weight_decay": [self.start_weight_decay, self.end_weight_decay], "weight_decay_style": self.weight_decay_style,
-        }  # fmt: skip
+            "weight_decay": [self.start_weight_decay, self.end_weight_decay],
+            "weight_decay_style": self.weight_decay_style,
+        }
 
 
 def warmup_steps(config: RunConfig) -> float:

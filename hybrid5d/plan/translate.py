@@ -29,7 +29,7 @@ def build_report(plan: RunPlan) -> list[dict[str, Any]]:
 def _bare_account(config: RunConfig) -> Account:
     """Stands in where a config was built in Python: its explicitly set fields are the input."""
     tree = config.model_dump(mode="json", exclude_unset=True)
-    return Account(tree=tree, owned={path: value for path, value in leaves(tree)})
+    return Account(tree=tree, owned=dict(leaves(tree)))
 
 
 def report_of(account: Account, plan: RunPlan | None) -> list[dict[str, Any]]:

@@ -106,10 +106,15 @@ def _model_folder(assembly: Assembly, model: str | None) -> list[ConfigError]:
 def _layout(plan: RunPlan) -> dict[str, Any]:
     layout = plan.layout
     return {
-        "world_size": layout.world_size, "tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "dp": layout.dp,
-        "sequence_parallel": plan.sequence_parallel, "rank_order": RANK_ORDER,
+        "world_size": layout.world_size,
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "cp": layout.cp,
+        "dp": layout.dp,
+        "sequence_parallel": plan.sequence_parallel,
+        "rank_order": RANK_ORDER,
         "decoder_layers_per_stage": list(plan.stages) or None,
-    }  # fmt: skip
+    }
 
 
 def _batch(plan: RunPlan) -> dict[str, Any]:
@@ -156,12 +161,20 @@ def _engine(plan: RunPlan) -> dict[str, Any]:
             "hierarchical_context_parallel_sizes": model.hierarchical_context_parallel_sizes,
         },
         "recompute": {
-            "granularity": plan.recompute.granularity, "method": plan.recompute.method, "num_layers": plan.recompute.num_layers,
+            "granularity": plan.recompute.granularity,
+            "method": plan.recompute.method,
+            "num_layers": plan.recompute.num_layers,
         },
         "schedule": plan.schedule.to_dict(),
-        "weight_decay_groups": {"decayed": "matrices and embeddings", "not_decayed": "biases and 1-D parameters (norms)"},
+        "weight_decay_groups": {
+            "decayed": "matrices and embeddings",
+            "not_decayed": "biases and 1-D parameters (norms)",
+        },
         "loss_normalization": config.actor.loss_normalization,
-        "dynamic_batch": {"enabled": plan.batch.dynamic, "max_tokens_per_micro_batch": plan.batch.max_tokens_per_micro_batch},
+        "dynamic_batch": {
+            "enabled": plan.batch.dynamic,
+            "max_tokens_per_micro_batch": plan.batch.max_tokens_per_micro_batch,
+        },
         "dp_load_balance": config.actor.enable_dp_load_balance,
         "optimizer_steps_per_rl_step": plan.batch.n_minibatches if plan.batch.sequences_per_rl_step else None,
         "freeze_parameters": list(config.actor.freeze_parameters),
@@ -179,4 +192,4 @@ def _engine(plan: RunPlan) -> dict[str, Any]:
         "output_dir": runner.output_dir,
         "experiment_name": runner.experiment_name,
         "distributed_timeout_minutes": config.actor.megatron.distributed_timeout_minutes,
-    }  # fmt: skip
+    }

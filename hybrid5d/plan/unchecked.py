@@ -13,17 +13,20 @@ def unchecked_rules(config: RunConfig, numbers: ModelNumbers) -> list[str]:
     lines: list[str] = []
     if numbers.num_layers is None and pp > 1:
         lines.append(
-            f"num_layers with pipeline_model_parallel_size={pp}: legal from {max(pp - 2, 1)} decoder layers on (uneven too)"
+            f"num_layers with pipeline_model_parallel_size={pp}: legal from "
+            f"{max(pp - 2, 1)} decoder layers on (uneven too)"
         )
     if numbers.num_attention_heads is None and tp > 1:
         lines.append(
-            f"num_attention_heads with tensor_model_parallel_size={tp}: legal are multiples of {tp} ({tp}, {2 * tp}, {3 * tp}, ...)"
+            f"num_attention_heads with tensor_model_parallel_size={tp}: legal "
+            f"are multiples of {tp} ({tp}, {2 * tp}, {3 * tp}, ...)"
         )
     if numbers.num_key_value_heads is None and tp > 1:
         small = [d for d in range(1, tp) if tp % d == 0]
         less = ", ".join(str(d) for d in small)
         lines.append(
-            f"num_key_value_heads with tensor_model_parallel_size={tp}: legal are multiples of {tp}, and {less} (replicated)"
+            f"num_key_value_heads with tensor_model_parallel_size={tp}: legal "
+            f"are multiples of {tp}, and {less} (replicated)"
         )
     if numbers.vocab_size is None and tp > 1:
         lines.append(
@@ -31,7 +34,8 @@ def unchecked_rules(config: RunConfig, numbers: ModelNumbers) -> list[str]:
         )
     if numbers.num_attention_heads is None and cp > 1 and model.cp_comm_type == "a2a":
         lines.append(
-            f"heads with cp_comm_type a2a, context_parallel_size={cp}: query heads per tp rank must divide by {cp}, kv heads per tp "
+            f"heads with cp_comm_type a2a, context_parallel_size={cp}: query "
+            f"heads per tp rank must divide by {cp}, kv heads per tp "
             f"rank must be a multiple or a divisor of {cp}"
         )
     if lines:

@@ -52,7 +52,7 @@ def test_deepspeed_reads_the_same_numbers(name: str, plan: RunPlan, monkeypatch:
 
 
 def test_a_wrong_batch_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    name, plan = plans()[0]
+    plan = plans()[0][1]
     plan.deepspeed["train_batch_size"] += 1
     with pytest.raises(AssertionError):
         parse(plan, monkeypatch)
@@ -64,18 +64,31 @@ def test_key_tables_equal_the_installed_deepspeed() -> None:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     models = {
-        "zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config,
-        "tensorboard": TensorBoardConfig, "wandb": WandbConfig, "csv_monitor": CSVConfig,
-    }  # fmt: skip
+        "zero_optimization": DeepSpeedZeroConfig,
+        "bf16": DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+        "tensorboard": TensorBoardConfig,
+        "wandb": WandbConfig,
+        "csv_monitor": CSVConfig,
+    }
     for section, model in models.items():
         names = {*model.model_fields, *(f.alias for f in model.model_fields.values() if f.alias)}
         assert SECTIONS[section] == names, section
     from deepspeed.runtime import constants
 
     for constant in (
-        "TRAIN_BATCH_SIZE", "GRADIENT_CLIPPING", "COMMUNICATION_DATA_TYPE", "PRESCALE_GRADIENTS", "DUMP_STATE",
-        "GRADIENT_ALLREDUCE_OP", "WALL_CLOCK_BREAKDOWN", "CHECKPOINT", "DATA_TYPES", "DATALOADER_DROP_LAST", "LOG_LEVEL",
-    ):  # fmt: skip
+        "TRAIN_BATCH_SIZE",
+        "GRADIENT_CLIPPING",
+        "COMMUNICATION_DATA_TYPE",
+        "PRESCALE_GRADIENTS",
+        "DUMP_STATE",
+        "GRADIENT_ALLREDUCE_OP",
+        "WALL_CLOCK_BREAKDOWN",
+        "CHECKPOINT",
+        "DATA_TYPES",
+        "DATALOADER_DROP_LAST",
+        "LOG_LEVEL",
+    ):
         assert getattr(constants, constant) in TOP_LEVEL
     assert {path.split(".")[0] for path in OWNED} <= TOP_LEVEL
 

@@ -26,11 +26,14 @@ def refused(tmp_path: Path, *overrides: str, **changes: Any) -> dict[str, str]:
 def foreign(**changes: Any) -> dict[str, Any]:
     """The smallest RLinf file on the Megatron backend."""
     tree = native(
-        runner__task_type="reasoning", data__type="math", data__rollout_batch_size=32, actor__training_backend="megatron",
+        runner__task_type="reasoning",
+        data__type="math",
+        data__rollout_batch_size=32,
+        actor__training_backend="megatron",
         algorithm={"group_size": 4, "n_minibatches": 2, "training_batch_size_per_gpu": 1},
         actor__lr_sched={"lr_decay_style": "constant", "lr_decay_iters": 10},
         rollout={"model": {"model_path": "/models/x"}},
-    )  # fmt: skip
+    )
     for path, value in changes.items():
         from hybrid5d.config.tree import put
 
@@ -48,7 +51,7 @@ def test_numbers_without_a_dot_are_numbers(tmp_path: Path, text: str) -> None:
 def test_no_number_is_refused_by_name(tmp_path: Path, text: str) -> None:
     path = write_yaml(tmp_path / "a.yaml", f"actor: {{optim: {{lr: {text}}}}}\n")
     lines = error_lines(load_config, path)
-    assert list(lines)[0].startswith("actor.optim.lr")
+    assert next(iter(lines)).startswith("actor.optim.lr")
 
 
 @pytest.mark.parametrize("text", ["fp32", "32", '"32"', "32-true", "null"])
@@ -57,7 +60,9 @@ def test_spellings_of_fp32(tmp_path: Path, text: str) -> None:
     assert load_config(path).actor.model.precision == "fp32"
 
 
-@pytest.mark.parametrize(("value", "wanted"), [("bf16-mixed", "bf16"), (16, "fp16"), ("16-mixed", "fp16"), ("bf16", "bf16")])
+@pytest.mark.parametrize(
+    ("value", "wanted"), [("bf16-mixed", "bf16"), (16, "fp16"), ("16-mixed", "fp16"), ("bf16", "bf16")]
+)
 def test_spellings_of_16_bits(tmp_path: Path, value: Any, wanted: str) -> None:
     assert load(tmp_path, actor__model__precision=value).actor.model.precision == wanted
 
@@ -115,9 +120,14 @@ def test_a_dangling_reference_in_a_dropped_key_is_told(tmp_path: Path) -> None:
 
 def test_overrides(tmp_path: Path) -> None:
     config = load(
-        tmp_path, "actor.optim.lr=3e-4", "+actor.model.context_parallel_size=2", "~data.train_data_paths",
-        "actor.model.hierarchical_context_parallel_sizes=[1,2]", "runner.experiment_name=a=b", "cluster.component_placement.actor=0-3",
-    )  # fmt: skip
+        tmp_path,
+        "actor.optim.lr=3e-4",
+        "+actor.model.context_parallel_size=2",
+        "~data.train_data_paths",
+        "actor.model.hierarchical_context_parallel_sizes=[1,2]",
+        "runner.experiment_name=a=b",
+        "cluster.component_placement.actor=0-3",
+    )
     assert config.actor.optim.lr == 3e-4 and config.actor.model.context_parallel_size == 2
     assert config.data.train_data_paths is None and config.runner.experiment_name == "a=b"
     assert config.actor.model.hierarchical_context_parallel_sizes == (1, 2)
@@ -169,7 +179,9 @@ def test_blocks_of_other_components_pass_with_one_line(tmp_path: Path) -> None:
 
 
 def test_a_misspelt_key_is_refused_on_the_megatron_backend_too(tmp_path: Path) -> None:
-    path = write_yaml(tmp_path / "f.yaml", foreign(actor__model__tensor_model_paralel_size=2, actor__model__zzz_flag=True))
+    path = write_yaml(
+        tmp_path / "f.yaml", foreign(actor__model__tensor_model_paralel_size=2, actor__model__zzz_flag=True)
+    )
     document = load_document(path)
     assert [e.key for e in document.errors] == ["actor.model.tensor_model_paralel_size"]
     assert any("zzz_flag" in n for n in document.account.notices)
@@ -180,7 +192,8 @@ COMPOSED = {
     "child.yaml": "defaults: [parent]\nactor: {model: {tensor_model_parallel_size: 2}}\n",
     "self_first.yaml": "defaults: [_self_, parent]\nactor: {model: {tensor_model_parallel_size: 2}}\n",
     "group.yaml": (
-        "defaults:\n  - model/small@actor.model\n  - optim: fast\n  - sched@actor.lr_sched: null\n  - optional extra: nothing\n"
+        "defaults:\n  - model/small@actor.model\n  - optim: fast\n  - "
+        "sched@actor.lr_sched: null\n  - optional extra: nothing\n"
         "  - override hydra/job_logging: stdout\nactor: {seed: 9}\n"
     ),
     "model/small.yaml": "pipeline_model_parallel_size: 3\n",
@@ -193,7 +206,8 @@ COMPOSED = {
     "missing.yaml": "defaults: [nowhere, model/none@actor.model]\nactor: {seed: 1}\n",
     "loop.yaml": "defaults: [loop2]\nactor: {seed: 1}\n",
     "loop2.yaml": "defaults: [loop]\n",
-    "searched.yaml": "defaults: [model/far@actor.model]\nhydra: {searchpath: ['file://${oc.env:H5D_PLACES}/config/']}\nactor: {seed: 1}\n",
+    "searched.yaml": "defaults: [model/far@actor.model]\nhydra: {searchpath: "
+    "['file://${oc.env:H5D_PLACES}/config/']}\nactor: {seed: 1}\n",
 }
 
 
@@ -261,9 +275,15 @@ def test_what_is_no_training_run_is_refused_in_one_line(tmp_path: Path, tree: di
         ({"actor__model__mcore_customization_config": {"x": 1}}, "actor.model.mcore_customization_config"),
         ({"cluster__auto_scheduler": True}, "cluster.auto_scheduler"),
         ({"runner__only_eval": True}, "runner.only_eval"),
-        ({"actor__megatron__num_distributed_optimizer_instances": 2}, "actor.megatron.num_distributed_optimizer_instances"),
+        (
+            {"actor__megatron__num_distributed_optimizer_instances": 2},
+            "actor.megatron.num_distributed_optimizer_instances",
+        ),
         ({"actor__megatron__use_torch_fsdp2": True}, "actor.megatron.use_torch_fsdp2"),
-        ({"actor__megatron__encoder_tensor_model_parallel_size": 2}, "actor.megatron.encoder_tensor_model_parallel_size"),
+        (
+            {"actor__megatron__encoder_tensor_model_parallel_size": 2},
+            "actor.megatron.encoder_tensor_model_parallel_size",
+        ),
         ({"actor__model__is_lora": True}, "actor.model.is_lora"),
         ({"actor__seed": 0}, "actor.seed"),
         ({"runner__save_interval": 7, "runner__val_check_interval": 2}, "runner.save_interval"),
@@ -286,7 +306,9 @@ def test_refusals_of_rlinf_files(tmp_path: Path, changes: dict, key: str) -> Non
 
 
 def test_megatron_weights_without_a_hugging_face_folder(tmp_path: Path) -> None:
-    tree = foreign(actor__model__megatron_checkpoint="/m", actor__megatron={"use_hf_ckpt": False}, actor__model__model_path=None)
+    tree = foreign(
+        actor__model__megatron_checkpoint="/m", actor__megatron={"use_hf_ckpt": False}, actor__model__model_path=None
+    )
     tree["rollout"]["model"] = {}
     assert "actor.model.megatron_checkpoint" in error_lines(load_config, write_yaml(tmp_path / "a.yaml", tree))
 
@@ -299,14 +321,28 @@ def test_conflicting_precision_flags_name_both_keys(tmp_path: Path) -> None:
 
 
 def test_dumped_text_reads_back_equal() -> None:
-    tree = {"a": "1e5", "b": "yes", "c": "12:30", "d": 1e-6, "e": None, "f": [1, 2.5, "x"], "g": "2024-01-01", "h": "0x1", "i": ""}
+    tree = {
+        "a": "1e5",
+        "b": "yes",
+        "c": "12:30",
+        "d": 1e-6,
+        "e": None,
+        "f": [1, 2.5, "x"],
+        "g": "2024-01-01",
+        "h": "0x1",
+        "i": "",
+    }
     assert parse_yaml(dump_yaml(tree), "t") == tree
 
 
 def test_importing_config_and_plan_is_fast_and_pure() -> None:
     code = (
-        "import sys, time; t = time.process_time(); import hybrid5d.config.load, hybrid5d.plan.run, hybrid5d.plan.translation;"
-        "print(time.process_time() - t, [m for m in ('torch', 'deepspeed', 'transformers', 'numpy') if m in sys.modules])"
+        "import sys, time; t = time.process_time(); import hybrid5d.config.load, "
+        "hybrid5d.plan.run, hybrid5d.plan.translation;"
+        "print(time.process_time() - t, [m for m in ('torch', 'deepspeed', "
+        "'transformers', 'numpy') if m in sys.modules])"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split(maxsplit=1)
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split(
+        maxsplit=1
+    )
     assert float(out[0]) < 0.5 and out[1].strip() == "[]"

@@ -30,13 +30,24 @@ def test_json_holds_every_part() -> None:
     data = json.loads(done.stdout)
     assert data["verdict"] == "translate" and data["errors"] == []
     assert data["layout"] == {
-        "world_size": 8, "tp": 2, "pp": 1, "cp": 2, "dp": 2, "sequence_parallel": True, "rank_order": "tp-cp-dp-pp",
+        "world_size": 8,
+        "tp": 2,
+        "pp": 1,
+        "cp": 2,
+        "dp": 2,
+        "sequence_parallel": True,
+        "rank_order": "tp-cp-dp-pp",
         "decoder_layers_per_stage": [28],
-    }  # fmt: skip
+    }
     assert data["batch"] == {
-        "global_batch_size": 512, "micro_batch_size": 1, "gradient_accumulation_steps": 256, "sequences_per_rl_step": 2048,
-        "n_minibatches": 4, "dynamic": False, "max_tokens_per_micro_batch": None,
-    }  # fmt: skip
+        "global_batch_size": 512,
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": 256,
+        "sequences_per_rl_step": 2048,
+        "n_minibatches": 4,
+        "dynamic": False,
+        "max_tokens_per_micro_batch": None,
+    }
     assert data["optimizer"]["type"] == "AdamW" and data["optimizer"]["betas"] == [0.9, 0.95]
     assert data["schedule"]["style"] == "constant" and data["schedule"]["warmup_steps"] == 10
     assert data["precision"] == {"dtype": "bf16", "loss_scale": None}
@@ -65,13 +76,24 @@ def test_out_writes_five_files_that_agree(tmp_path: Path) -> None:
 def test_text_tells_the_story_and_every_disposition() -> None:
     done = convert(RUN)
     assert done.returncode == 0 and done.stderr == ""
-    for words in ("TRANSLATE", "What you should know", "Overridden", "Dropped", "Engine", "DeepSpeed", "Defaulted", "rollout.*"):
+    for words in (
+        "TRANSLATE",
+        "What you should know",
+        "Overridden",
+        "Dropped",
+        "Engine",
+        "DeepSpeed",
+        "Defaulted",
+        "rollout.*",
+    ):
         assert words in done.stdout
     assert done.stdout.index("What you should know") < done.stdout.index("Overridden") < done.stdout.index("Dropped")
 
 
 def test_refused_once_on_stderr_with_exit_2(tmp_path: Path) -> None:
-    done = convert(RUN, "+cluster.auto_scheduler=true", "+actor.model.expert_model_parallel_size=4", "--out", tmp_path / "o")
+    done = convert(
+        RUN, "+cluster.auto_scheduler=true", "+actor.model.expert_model_parallel_size=4", "--out", tmp_path / "o"
+    )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) == 2 and all("Fix: " in line for line in lines)
@@ -112,9 +134,12 @@ def test_mixture_of_experts_by_the_folder(tmp_path: Path) -> None:
 
 def test_vision_language_model_translates_with_a_notice(tmp_path: Path) -> None:
     tree = native(
-        data__type="vlm", actor__training_backend="megatron", actor__model__model_type="qwen2.5_vl",
-        actor__model__tensor_model_parallel_size=2, actor__lr_sched={"lr_decay_style": "constant"},
-    )  # fmt: skip
+        data__type="vlm",
+        actor__training_backend="megatron",
+        actor__model__model_type="qwen2.5_vl",
+        actor__model__tensor_model_parallel_size=2,
+        actor__lr_sched={"lr_decay_style": "constant"},
+    )
     path = write_yaml(tmp_path / "a.yaml", tree)
     result = translate(path)
     assert not result.errors and any("vision-language" in n for n in result.notices)
@@ -171,7 +196,10 @@ def test_json_form_is_quick_and_needs_no_torch() -> None:
         "import sys, time, io, contextlib; t = time.process_time()\n"
         "from hybrid5d.plan.translation import translate\n"
         f"translate({str(RUN)!r}).to_dict()\n"
-        "print(time.process_time() - t, [m for m in ('torch', 'deepspeed', 'transformers', 'numpy') if m in sys.modules])"
+        "print(time.process_time() - t, [m for m in ('torch', 'deepspeed', "
+        "'transformers', 'numpy') if m in sys.modules])"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split(maxsplit=1)
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split(
+        maxsplit=1
+    )
     assert float(out[0]) < 1.0 and out[1].strip() == "[]"

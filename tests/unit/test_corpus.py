@@ -49,16 +49,28 @@ def numbers(result: Translation) -> dict[str, Any]:
     data = result.to_dict()
     layout, batch, optimizer, schedule = (data[k] for k in ("layout", "batch", "optimizer", "schedule"))
     return {
-        "world_size": layout["world_size"], "tp": layout["tp"], "pp": layout["pp"], "cp": layout["cp"], "dp": layout["dp"],
-        "sequence_parallel": str(layout["sequence_parallel"]).lower(), "micro_batch": batch["micro_batch_size"],
-        "gradient_accumulation_steps": batch["gradient_accumulation_steps"], "global_batch": batch["global_batch_size"],
-        "zero_stage": data["deepspeed"]["zero_optimization"]["stage"], "precision": data["precision"]["dtype"],
-        "lr": optimizer["lr"], "eps": optimizer["eps"], "weight_decay": optimizer["weight_decay"],
-        "clip_grad": data["deepspeed"]["gradient_clipping"], "lr_decay_style": schedule["style"],
-        "lr_decay_iters": schedule["decay_steps"], "lr_warmup_iters_effective": schedule["warmup_steps"],
-        "min_lr_effective": schedule["min_lr"], "seq_length": data["engine"]["seq_length"],
+        "world_size": layout["world_size"],
+        "tp": layout["tp"],
+        "pp": layout["pp"],
+        "cp": layout["cp"],
+        "dp": layout["dp"],
+        "sequence_parallel": str(layout["sequence_parallel"]).lower(),
+        "micro_batch": batch["micro_batch_size"],
+        "gradient_accumulation_steps": batch["gradient_accumulation_steps"],
+        "global_batch": batch["global_batch_size"],
+        "zero_stage": data["deepspeed"]["zero_optimization"]["stage"],
+        "precision": data["precision"]["dtype"],
+        "lr": optimizer["lr"],
+        "eps": optimizer["eps"],
+        "weight_decay": optimizer["weight_decay"],
+        "clip_grad": data["deepspeed"]["gradient_clipping"],
+        "lr_decay_style": schedule["style"],
+        "lr_decay_iters": schedule["decay_steps"],
+        "lr_warmup_iters_effective": schedule["warmup_steps"],
+        "min_lr_effective": schedule["min_lr"],
+        "seq_length": data["engine"]["seq_length"],
         "betas": ",".join(str(b) for b in optimizer["betas"]),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda r: r["path"])
@@ -118,7 +130,17 @@ def test_resolved_yaml_is_the_same_run(row: dict[str, str], tmp_path: Path) -> N
     assert again == first.config
     second = assemble(again, first.layout.world_size)
     assert not second.errors, [str(e) for e in second.errors]
-    for name in ("layout", "batch", "stages", "schedule", "precision", "zero_stage", "clip_grad", "recompute", "deepspeed"):
+    for name in (
+        "layout",
+        "batch",
+        "stages",
+        "schedule",
+        "precision",
+        "zero_stage",
+        "clip_grad",
+        "recompute",
+        "deepspeed",
+    ):
         assert getattr(second.plan, name) == getattr(first, name)
     assert json.loads(files["layout.json"])["dp"] == first.layout.dp
 

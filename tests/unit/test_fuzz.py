@@ -15,10 +15,49 @@ from hybrid5d.plan.translation import Translation, translate
 from tests.unit.config_kit import CORPUS, EXAMPLES, native, write_yaml
 
 JUNK: list[Any] = [
-    None, True, False, 0, -1, 1, 3, 7, 10**30, 1.5, -0.0, 1e300, float("nan"), float("inf"), "", " ", "x", "0", "4", "1e-3",
-    "true", "null", "all", "0-3", "3-0", "0-3:0-7", "a-b", "${", "${x}", "${actor.optim.lr}", "${multiply:a,b}", "???",
-    "${int_div:1,0}", "auto", [], [1], ["a", None], [[1], {"a": 2}], {}, {"a": 1}, {"a": {"b": [1, {"c": None}]}}, "é\u2028\x85",
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    3,
+    7,
+    10**30,
+    1.5,
+    -0.0,
+    1e300,
+    float("nan"),
+    float("inf"),
+    "",
+    " ",
+    "x",
+    "0",
+    "4",
+    "1e-3",
+    "true",
+    "null",
+    "all",
+    "0-3",
+    "3-0",
+    "0-3:0-7",
+    "a-b",
+    "${",
+    "${x}",
+    "${actor.optim.lr}",
+    "${multiply:a,b}",
+    "???",
+    "${int_div:1,0}",
+    "auto",
+    [],
+    [1],
+    ["a", None],
+    [[1], {"a": 2}],
+    {},
+    {"a": 1},
+    {"a": {"b": [1, {"c": None}]}},
+    "é\u2028\x85",
+]
 
 
 def check(result: Translation) -> None:
@@ -125,7 +164,10 @@ TEXTS = {
     "date": b"runner: {experiment_name: 2024-01-01}\nactor: {seed: 1}\n",
     "cycle": b"actor: &a\n  model: *a\n",
     "cyclic list": b"actor: {x: &l [*l]}\n",
-    "cyclic references": b"actor: {seed: '${runner.max_steps}', micro_batch_size: 1}\nrunner: {max_steps: '${actor.seed}'}\n",
+    "cyclic references": b"actor: {seed: '${runner.max_steps}', "
+    b"micro_batch_size: "
+    b"1}\nrunner: {max_steps: "
+    b"'${actor.seed}'}\n",
     "self reference": b"actor: {optim: '${actor}'}\n",
     "anchors": b"x: &m {tensor_model_parallel_size: 2}\nactor: {model: {<<: *m, pipeline_model_parallel_size: 2}}\n",
     "undefined alias": b"actor: *nowhere\n",
@@ -135,10 +177,11 @@ TEXTS = {
     "two documents": b"actor: {seed: 1}\n---\nactor: {seed: 2}\n",
     "deep": b"actor: " + b"{a: " * 3000 + b"1" + b"}" * 3000 + b"\n",
     "deep list": b"actor: " + b"[" * 5000 + b"]" * 5000 + b"\n",
-    "bomb": b"a: &a [1,1,1,1,1,1,1,1,1]\n" + b"".join(
-        b"%c: &%c [*%c,*%c,*%c,*%c,*%c,*%c,*%c,*%c,*%c]\n" % (c + 1, c + 1, *[c] * 9) for c in range(97, 107)
-    ) + b"actor: {x: *k}\n",
-    "one megabyte": b"actor: {seed: 1}\n" + b"".join(b"k%d: {a: %d, b: '${actor.seed}'}\n" % (i, i) for i in range(28000)),
+    "bomb": b"a: &a [1,1,1,1,1,1,1,1,1]\n"
+    + b"".join(b"%c: &%c [*%c,*%c,*%c,*%c,*%c,*%c,*%c,*%c,*%c]\n" % (c + 1, c + 1, *[c] * 9) for c in range(97, 107))
+    + b"actor: {x: *k}\n",
+    "one megabyte": b"actor: {seed: 1}\n"
+    + b"".join(b"k%d: {a: %d, b: '${actor.seed}'}\n" % (i, i) for i in range(28000)),
     "long line": b"actor: {seed: 1}\nx: " + b"y" * 1_000_000 + b"\n",
     "dotted key": b"'actor.optim.lr': 3\nactor: {optim: {lr: 1}, 'optim.lr': 2}\n",
     "big int": b"actor: {seed: " + b"9" * 5000 + b"}\n",
@@ -151,7 +194,7 @@ TEXTS = {
     "huge placement": b"cluster: {num_nodes: 1000000000, component_placement: {actor: all}}\nactor: {seed: 1}\n",
     "huge degrees": b"actor: {model: {tensor_model_parallel_size: 1000000000000}}\n",
     "huge batch": b"actor: {global_batch_size: 1000000000000000000000}\n",
-}  # fmt: skip
+}
 
 
 @pytest.mark.timeout(60)

@@ -19,9 +19,13 @@ from hybrid5d.plan.stages import split_layers
 from tests.unit.config_kit import config_of, error_lines, native, write_model
 
 SMOLLM2 = {
-    "model_type": "llama", "num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 30, "hidden_size": 576,
+    "model_type": "llama",
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
     "head_dim": 64,
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -56,7 +60,12 @@ def batch(micro: int, total: int) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("world", "axes", "micro", "total", "steps"),
-    [(4, {"tp": 2}, 2, 8, 2), (4, {"cp": 2, "pp": 2}, 1, 4, 4), (8, {"tp": 2, "pp": 2, "cp": 2}, 1, 8, 8), (1, {}, 4, 4, 1)],
+    [
+        (4, {"tp": 2}, 2, 8, 2),
+        (4, {"cp": 2, "pp": 2}, 1, 4, 4),
+        (8, {"tp": 2, "pp": 2, "cp": 2}, 1, 8, 8),
+        (1, {}, 4, 4, 1),
+    ],
 )
 def test_accumulation_uses_dp_not_the_world(
     ready: dict[str, Any], world: int, axes: dict[str, int], micro: int, total: int, steps: int
@@ -89,7 +98,12 @@ def test_no_global_batch_means_one_micro_batch_each(ready: dict[str, Any]) -> No
 RL = {
     "runner__task_type": "reasoning",
     "data__rollout_batch_size": 32,
-    "algorithm": {"group_size": 4, "n_minibatches": 2, "training_batch_size_per_gpu": 2, "logprob_forward_micro_batch_size": 8},
+    "algorithm": {
+        "group_size": 4,
+        "n_minibatches": 2,
+        "training_batch_size_per_gpu": 2,
+        "logprob_forward_micro_batch_size": 8,
+    },
 }
 
 
@@ -130,10 +144,17 @@ def test_dynamic_batches(ready: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("layers", "pp", "wanted"),
     [
-        (8, 4, (2, 2, 2, 2)), (30, 4, (7, 8, 8, 7)), (29, 4, (7, 8, 7, 7)), (31, 4, (8, 8, 8, 7)), (3, 4, (1, 1, 1, 0)),
-        (2, 4, (0, 1, 1, 0)), (1, 2, (1, 0)), (5, 2, (3, 2)), (6, 1, (6,)),
+        (8, 4, (2, 2, 2, 2)),
+        (30, 4, (7, 8, 8, 7)),
+        (29, 4, (7, 8, 7, 7)),
+        (31, 4, (8, 8, 8, 7)),
+        (3, 4, (1, 1, 1, 0)),
+        (2, 4, (0, 1, 1, 0)),
+        (1, 2, (1, 0)),
+        (5, 2, (3, 2)),
+        (6, 1, (6,)),
     ],
-)  # fmt: skip
+)
 def test_layers_per_stage(layers: int, pp: int, wanted: tuple[int, ...]) -> None:
     assert split_layers(layers, pp) == wanted
 
@@ -229,11 +250,17 @@ def test_zero_0_runs_as_1_and_says_so(ready: dict[str, Any]) -> None:
 
 def test_auto_is_resolved(ready: dict[str, Any]) -> None:
     block = {
-        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto", "bf16": {"enabled": "auto"},
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+        },
         "zero_optimization": {"stage": 1, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
-    }  # fmt: skip
+    }
     found = plan(2, ready, actor__deepspeed=block, actor__model__precision="bf16")
     assert "auto" not in [v for _, v in leaves(found.deepspeed)] and '"auto"' not in json.dumps(found.deepspeed)
     assert found.deepspeed["optimizer"]["params"]["lr"] == 1e-3
@@ -284,12 +311,18 @@ def test_what_must_always_be_written(ready: dict[str, Any]) -> None:
 
 def test_fp16_scales(ready: dict[str, Any]) -> None:
     static = plan(1, ready, actor__model__precision="fp16", actor__optim__loss_scale=65536)
-    assert static.deepspeed["fp16"] == {"enabled": True, "loss_scale": 65536.0} and not static.precision.dynamic_loss_scale
+    assert (
+        static.deepspeed["fp16"] == {"enabled": True, "loss_scale": 65536.0} and not static.precision.dynamic_loss_scale
+    )
     dynamic = plan(1, ready, actor__model__precision="fp16").deepspeed["fp16"]
     assert dynamic == {
-        "enabled": True, "loss_scale": 0, "initial_scale_power": 32, "loss_scale_window": 1000, "hysteresis": 2,
+        "enabled": True,
+        "loss_scale": 0,
+        "initial_scale_power": 32,
+        "loss_scale_window": 1000,
+        "hysteresis": 2,
         "min_loss_scale": 1,
-    }  # fmt: skip
+    }
     bf16 = plan(1, ready, actor__model__precision="bf16", actor__optim__loss_scale=65536)
     assert bf16.deepspeed["bf16"] == {"enabled": True} and bf16.precision.loss_scale is None
 
@@ -326,12 +359,19 @@ def test_recompute_rules(ready: dict[str, Any], changes: dict[str, Any], key: st
 
 def test_training_needs_its_files(tmp_path: Path) -> None:
     changes = {
-        "actor__model__model_path": str(tmp_path / "none"), "data__train_data_paths": [str(tmp_path / "no.jsonl")],
-        "data__type": "math", "runner__resume_dir": str(tmp_path / "no"), "actor__tokenizer": {"tokenizer_model": "/none"},
-    }  # fmt: skip
+        "actor__model__model_path": str(tmp_path / "none"),
+        "data__train_data_paths": [str(tmp_path / "no.jsonl")],
+        "data__type": "math",
+        "runner__resume_dir": str(tmp_path / "no"),
+        "actor__tokenizer": {"tokenizer_model": "/none"},
+    }
     assert set(refused(1, {}, **changes)) == {
-        "actor.model.model_path", "data.train_data_paths", "data.type", "runner.resume_dir", "actor.tokenizer.tokenizer_model",
-    }  # fmt: skip
+        "actor.model.model_path",
+        "data.train_data_paths",
+        "data.type",
+        "runner.resume_dir",
+        "actor.tokenizer.tokenizer_model",
+    }
     assert build_plan(config_of(**changes), 1, training=False).layout.world_size == 1
 
 
@@ -351,11 +391,21 @@ GROUPS = [
 @pytest.mark.parametrize(
     ("spec", "wanted"),
     [
-        ("all", 32), ("0-3", 4), (2, 1), ("5", 1), ("0-3,8-11", 8), ("0,2,4", 3), ("0-3:0-7", 8), ("0-3:0-1", 2),
-        ("0-1:0-1,2-3:2-5", 6), ({"node_group": "a100", "placement": "all"}, 16), ({"placement": "0-3"}, 4),
-        ({"node_group": "odd", "placement": "8-15"}, 8), ({"node_group": "cluster", "placement": "all"}, 32),
+        ("all", 32),
+        ("0-3", 4),
+        (2, 1),
+        ("5", 1),
+        ("0-3,8-11", 8),
+        ("0,2,4", 3),
+        ("0-3:0-7", 8),
+        ("0-3:0-1", 2),
+        ("0-1:0-1,2-3:2-5", 6),
+        ({"node_group": "a100", "placement": "all"}, 16),
+        ({"placement": "0-3"}, 4),
+        ({"node_group": "odd", "placement": "8-15"}, 8),
+        ({"node_group": "cluster", "placement": "all"}, 32),
     ],
-)  # fmt: skip
+)
 def test_placement_grammar(spec: Any, wanted: int) -> None:
     placement, errors = actor_placement({"actor,rollout": spec, "reward": "nonsense"}, 4, 8, GROUPS)
     assert not errors and placement is not None and placement.processes == wanted
@@ -364,11 +414,28 @@ def test_placement_grammar(spec: Any, wanted: int) -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        "0-32", "32", "3-0", "0-3,2", "4,0", "0-3:all", "0-3:1-4", "0-3:0-5", "x", "", None, True, 1.5, [0], {"a": 1},
-        {"node_group": "none", "placement": "all"}, {"node_group": "arm", "placement": "all"}, {"node_group": "a100"},
-        {"node_group": "a100", "placement": "16"}, {"node_group": "a100,odd", "placement": "0"},
+        "0-32",
+        "32",
+        "3-0",
+        "0-3,2",
+        "4,0",
+        "0-3:all",
+        "0-3:1-4",
+        "0-3:0-5",
+        "x",
+        "",
+        None,
+        True,
+        1.5,
+        [0],
+        {"a": 1},
+        {"node_group": "none", "placement": "all"},
+        {"node_group": "arm", "placement": "all"},
+        {"node_group": "a100"},
+        {"node_group": "a100", "placement": "16"},
+        {"node_group": "a100,odd", "placement": "0"},
     ],
-)  # fmt: skip
+)
 def test_placements_that_are_refused(spec: Any) -> None:
     placement, errors = actor_placement({"actor": spec}, 4, 8, GROUPS)
     assert placement is None and errors[0].key == "cluster.component_placement.actor" and errors[0].fix
@@ -386,9 +453,14 @@ def test_the_actor_is_named_once() -> None:
 
 @settings(deadline=None)
 @given(
-    st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]), st.integers(1, 5), st.integers(1, 4),
-    st.integers(1, 6), st.sampled_from(["fp32", "bf16", "fp16"]),
-)  # fmt: skip
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.sampled_from(["fp32", "bf16", "fp16"]),
+)
 def test_a_plan_always_closes(tp: int, pp: int, cp: int, dp: int, micro: int, steps: int, precision: str) -> None:
     config = config_of(**layout(tp, pp, cp), **batch(micro, micro * steps * dp), actor__model__precision=precision)
     found = assemble(config, tp * pp * cp * dp)

@@ -10,13 +10,13 @@ from hybrid5d.plan.schedule import LRSchedule, build_schedule
 from tests.unit.config_kit import config_of
 
 TABLES = [
-    (dict(style="constant", max_lr=20, warmup_steps=0.1, decay_steps=10), [0, 20, 20, 20]),
+    ({"style": "constant", "max_lr": 20, "warmup_steps": 0.1, "decay_steps": 10}, [0, 20, 20, 20]),
     (
-        dict(style="cosine", max_lr=10, warmup_steps=3, decay_steps=10),
+        {"style": "cosine", "max_lr": 10, "warmup_steps": 3, "decay_steps": 10},
         [0, 3.33, 6.67, 10, 9.50, 8.12, 6.11, 3.89, 1.88, 0.50, 0],
     ),
-    (dict(style="linear", max_lr=10, decay_steps=10), [10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 0]),
-    (dict(style="linear", max_lr=10, warmup_steps=3, decay_steps=10), [0, 3.33, 6.67, 10, 8.57]),
+    ({"style": "linear", "max_lr": 10, "decay_steps": 10}, [10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 0]),
+    ({"style": "linear", "max_lr": 10, "warmup_steps": 3, "decay_steps": 10}, [0, 3.33, 6.67, 10, 8.57]),
 ]
 
 
@@ -91,6 +91,11 @@ def test_weight_decay_ramp() -> None:
 def test_constant_style_takes_the_optimizers_decay() -> None:
     config = config_of(actor__optim={"weight_decay": 0.3}, actor__lr_sched={"lr_decay_style": "constant"})
     assert build_schedule(config, 1).weight_decay(0) == 0.3
-    ramp = {"lr_decay_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.2, "weight_decay_incr_style": "linear"}
+    ramp = {
+        "lr_decay_style": "linear",
+        "start_weight_decay": 0.1,
+        "end_weight_decay": 0.2,
+        "weight_decay_incr_style": "linear",
+    }
     schedule = build_schedule(config_of(actor__optim={"weight_decay": 0.3}, actor__lr_sched=ramp), 1)
     assert schedule.weight_decay(0) == pytest.approx(0.1) and schedule.weight_decay(50_000) == pytest.approx(0.15)
