@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybrid5d.data.types import Document
 from hybrid5d.parallel.pieces import Piece, pieces_of
 from tests.harness import run_ranks
 from tests.kit import Recipe, Trace, step_batch
@@ -28,6 +27,7 @@ class Layout:
     precision: str = "fp32"
     model: dict[str, Any] = field(default_factory=dict, hash=False)  # more keys of actor.model
     extra: dict[str, Any] = field(default_factory=dict, hash=False)  # more keys of actor
+    packing: str = "none"
 
     @property
     def world(self) -> int:
@@ -39,6 +39,7 @@ class Layout:
         parts += [f"mbs{self.micro}"] if self.micro > 1 else []
         parts += [f"zero{self.zero}"] if self.zero != 1 else []
         parts += [self.precision] if self.precision != "fp32" else []
+        parts += ["packed"] if self.packing != "none" else []
         parts += [f"{k}={v}" for k, v in {**self.model, **self.extra}.items()]
         return "-".join(parts) or "one"
 
@@ -71,7 +72,8 @@ def config_dict(layout: Layout, recipe: Recipe, folder: str, global_batch: int) 
     if layout.zero > 1:
         actor["deepspeed"] = {"zero_optimization": {"stage": layout.zero}}
     actor.update(layout.extra)
-    return {"runner": {"task_type": "sft", "max_steps": recipe.steps}, "data": {"type": "tokens"}, "actor": actor}
+    data = {"type": "tokens", "packing": layout.packing}
+    return {"runner": {"task_type": "sft", "max_steps": recipe.steps}, "data": data, "actor": actor}
 
 
 def build_engine(layout: Layout, recipe: Recipe, folder: str, global_batch: int) -> Any:
@@ -124,7 +126,7 @@ class Job:
 
     folder: str
     recipe: Recipe
-    steps: list[list[Document]] = field(hash=False)
+    steps: list[list[Any]] = field(hash=False)
 
 
 def _train_rank(rank: int, layout: Layout, jobs: list[Job]) -> list[dict[str, Any]]:
@@ -177,7 +179,9 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.linalg.norm(a - b)) / (scale if scale > 0 else 1.0)
 
 
-def compare(got: Trace, want: Trace, *, loss: float = 1e-5, norm: float = 1e-5, grad: float = 1e-5, weight: float = 1e-5) -> None:
+def compare(
+    got: Trace, want: Trace, *, loss: float = 1e-5, norm: float = 1e-5, grad: float = 1e-5, weight: float = 1e-5
+) -> None:
     """Losses absolutely, norms and gradients relatively, weights absolutely; names what is worst."""
     np.testing.assert_allclose(got.losses, want.losses, atol=loss, rtol=0, err_msg="loss")
     np.testing.assert_allclose(got.norms, want.norms, rtol=norm, atol=1e-7, err_msg="grad norm")

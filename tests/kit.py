@@ -25,6 +25,28 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", **COMMON, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", **COMMON, "tie_word_embeddings": True, "head_dim": 16},
     "mistral": {"model_type": "mistral", **COMMON, "tie_word_embeddings": False, "sliding_window": None},
+    "mistral_window": {"model_type": "mistral", **COMMON, "tie_word_embeddings": False, "sliding_window": 7},
+    "qwen2_window": {
+        "model_type": "qwen2", **COMMON, "tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 5,
+        "max_window_layers": 2,
+    },
+    "linear": {
+        "model_type": "llama", **COMMON, "tie_word_embeddings": False,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "linear", "factor": 3.0},
+    },
+    "llama3": {
+        "model_type": "llama", **COMMON, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_theta": 500.0, "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "yarn": {
+        "model_type": "qwen2", **COMMON, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_theta": 1000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32,
+        },
+    },
 }  # fmt: skip
 
 
@@ -66,12 +88,33 @@ def make_rows(count: int, length: int, vocab: int, seed: int = 0, *, ragged: boo
     return rows
 
 
-def step_batch(rows: list[Document], dp: int, dp_rank: int, micro: int) -> StepBatch:
-    """This dp rank's share of a global batch: a contiguous run of rows, one document a row."""
-    per = len(rows) // dp
-    mine = rows[dp_rank * per : (dp_rank + 1) * per]
-    batches = tuple(tuple((d,) for d in mine[i : i + micro]) for i in range(0, per, micro))
-    return StepBatch(batches, tuple(d.row_id for d in rows))
+def make_packed_rows(count: int, length: int, vocab: int, seed: int = 0) -> list[tuple[Document, ...]]:
+    """Rows of one to four documents of uneven lengths, one-token documents and unlabelled ones among them."""
+    rng = np.random.default_rng(seed)
+    rows, row_id = [], 0
+    for _ in range(count):
+        cuts = np.sort(rng.choice(np.arange(1, length), int(rng.integers(0, 4)), replace=False))
+        row = []
+        for n in np.diff(np.concatenate([[0], cuts, [length]])):
+            (d,) = make_rows(1, int(n), vocab, seed=seed * 1000 + row_id, ragged=False)
+            row.append(Document(d.input_ids, d.labels, row_id))
+            row_id += 1
+        rows.append(tuple(row))
+    return rows
+
+
+def step_batch(rows: list[Any], dp: int, dp_rank: int, micro: int) -> StepBatch:
+    """This dp rank's share of a global batch: a contiguous run of rows; a row is a document or a tuple of them."""
+    packed = [row if isinstance(row, tuple) else (row,) for row in rows]
+    per = len(packed) // dp
+    mine = packed[dp_rank * per : (dp_rank + 1) * per]
+    batches = tuple(tuple(mine[i : i + micro]) for i in range(0, per, micro))
+    return StepBatch(batches, tuple(d.row_id for row in packed for d in row))
+
+
+def documents_of(rows: list[Any]) -> list[Document]:
+    """All documents of packed or plain rows."""
+    return [d for row in rows for d in (row if isinstance(row, tuple) else (row,))]
 
 
 @dataclass
@@ -112,10 +155,11 @@ def document_loss_sum(model: Any, d: Document) -> torch.Tensor:
     return F.cross_entropy(logits, torch.from_numpy(d.labels), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
-def reference(model: Any, steps: list[list[Document]], recipe: Recipe) -> Trace:
+def reference(model: Any, steps: list[list[Any]], recipe: Recipe) -> Trace:
     """Plain loop: loss = sum of CE over all valid labels of the global batch / their count."""
     optimizer, trace = _optimizer(model, recipe), Trace()
-    for rows in steps:
+    for packed in steps:
+        rows = documents_of(packed)
         optimizer.zero_grad()
         valid = sum(int((d.labels != IGNORE_INDEX).sum()) for d in rows)
         loss = sum(document_loss_sum(model, d) for d in rows) / max(valid, 1)
