@@ -41,12 +41,12 @@ class Kernel(Protocol):
         """How the kernel computes a step's blocks: one call each, or several in one."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Any, scale: float) -> tuple[Tensor, Tensor]:
-        """q [b, m, nq, d], k, v [b, n, nkv, d] -> out [b, m, nq, d], lse [b, nq, m]."""
+        """q [b, m, nq, d], k, v [b, n, nkv, d] -> out [b, m, nq, d] (q's type or fp32), lse [b, nq, m]."""
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Any, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k, v through this call, given the final out and lse of its rows."""
+        """Gradients of q, k, v (their type or fp32) through this call, given the final out and lse of its rows."""
 
 
 class BlockKernel:
@@ -59,11 +59,17 @@ class BlockKernel:
 
 
 class AtenCpuKernel(BlockKernel):
-    """aten's flash attention for CPU: fp32, fp64, bf16, fp16; GQA native; fp32 lse (fp64 for fp64)."""
+    """aten's flash attention for CPU: fp32, fp64, bf16, fp16; GQA native; fp32 lse (fp64 for fp64).
+
+    Small 16-bit blocks are computed, and returned, in fp32: faster below about 512 x 512, and partial results that are
+    merged later keep their digits.
+    """
 
     name = "aten_cpu"
+    small = 512 * 512
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Block, scale: float) -> tuple[Tensor, Tensor]:
+        q, k, v = self._widened(q, k, v)
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             *_heads_first(q, k, v), 0.0, call.kind == "causal", attn_mask=_mask(call, q), scale=scale
         )
@@ -72,10 +78,17 @@ class AtenCpuKernel(BlockKernel):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Block, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, dout, out = self._widened(q, k, v, dout, out)
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *_heads_first(dout, q, k, v, out), lse, 0.0, call.kind == "causal", attn_mask=_mask(call, q), scale=scale
         )
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+    def _widened(self, q: Tensor, k: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        tensors = (q, k, *others)
+        if q.dtype in (torch.bfloat16, torch.float16) and q.shape[1] * k.shape[1] <= self.small:
+            return tuple(x.float() for x in tensors)
+        return tensors
 
 
 class AtenFlashKernel(BlockKernel):
