@@ -113,7 +113,9 @@ def open_dataset(options: DataOptions) -> Dataset:
         raise DataError("data.train_data_paths: no file to train on")
     key = cache_key(contents, _recipe(options, sources))
     build: Callable[[Path], None] = lambda folder: build_store(folder, sources, options)  # noqa: E731
-    store, built = open_or_build(Path(options.cache_dir) if options.cache_dir else default_cache_dir(), key, build)
+    store, built = open_or_build(
+        Path(options.cache_dir).expanduser() if options.cache_dir else default_cache_dir(), key, build
+    )
     return _rows(store, sources, options, built)
 
 

@@ -245,6 +245,14 @@ def test_chat_faults(folders: dict[str, Path], tmp_path: Path) -> None:
         open_dataset(chat_options(tmp_path, path, folder, chat_template=str(template)))
 
 
+def test_template_that_adds_to_an_answer(folders: dict[str, Path]) -> None:
+    """What the template writes because of an answer's content is not missed by the comparison with the marked text."""
+    template = CHATML + "{% if messages[-1].content == 'Hello there.' %}EXTRA{% endif %}"
+    tokenizer = FastTokenizer(str(folders["character"]), template)
+    ((ids, mask),) = ChatEncoder(tokenizer, "assistant").encode([CONVERSATIONS[0]])  # type: ignore[misc]
+    assert tokenizer._hf.decode(ids[mask == 1]) == "Hello there.<|im_end|>\nEXTRA"
+
+
 def test_template_that_hides_its_turns(folders: dict[str, Path], tmp_path: Path) -> None:
     """An answer that decides what the template writes elsewhere cannot be told apart: refused, not guessed."""
     template = "{% for m in messages %}{{ m.content | length ~ ':' ~ m.content ~ ';' }}{% endfor %}"
@@ -274,7 +282,7 @@ def test_bos_only_where_the_tokenizer_adds_it(folders: dict[str, Path], tmp_path
 def test_padding_and_truncation_of_the_folder_are_off(folders: dict[str, Path], tmp_path: Path) -> None:
     t = tokenizers.Tokenizer.from_file(str(folders["byte_level"] / "tokenizer.json"))
     t.enable_truncation(4)
-    t.enable_padding(length=8)
+    t.enable_padding(length=64)
     for file in folders["byte_level"].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     t.save(str(tmp_path / "tokenizer.json"))

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import hybrid5d.data.dataset as dataset_module
+import hybrid5d.data.sources as sources_module
 import hybrid5d.data.tokenise as tokenise_module
 from hybrid5d.config.errors import DataError
 from hybrid5d.data.cache import open_or_build
@@ -85,6 +86,26 @@ def test_the_standard_library_is_text(tmp_path: Path) -> None:
     assert bytes(dataset.document(0).input_ids[1:-1].tolist()) == Path(json.__file__).read_bytes()
     whole = open_dataset(text_options(tmp_path, "stdlib", seq_length=512))
     assert whole.report.tokens > 3_000_000 and whole.report.files > 300
+
+
+def test_library_sources_that_are_not_utf8_end_where_they_break(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenise_module, "_PIECE", 16)
+    monkeypatch.setattr(sources_module.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
+    (tmp_path / "lib" / "site-packages").mkdir(parents=True)
+    (tmp_path / "lib" / "site-packages" / "other.py").write_text("no")
+    (tmp_path / "lib" / "a.py").write_bytes(b"# fine\n" * 2000 + b"\xff")
+    (tmp_path / "lib" / "b.py").write_text("x = 1")
+    (tmp_path / "lib" / "c.py").write_bytes(b"\xff")
+    (tmp_path / "lib" / "d.py").write_bytes(b"")
+    found = rows(open_dataset(text_options(tmp_path, "stdlib", seq_length=100_000)))
+    assert len(found) == 2 and found[1] == [BOS, *b"x = 1", EOS]
+    assert (
+        found[0][0] == BOS
+        and found[0][-1] == EOS
+        and bytes(found[0][1:-1]) == (b"# fine\n" * 2000)[: len(found[0]) - 2]
+    )
 
 
 def test_file_formats_give_the_same_rows(tmp_path: Path) -> None:
