@@ -3,8 +3,8 @@
     python benchmarks/load_weights.py [--model .cache/smollm2] [--layouts tp3-pp2 tp3 pp6 dp6] [--repeat 5]
 
 The reference is what a single process must do to have the weights in memory of its own: open the file with safetensors,
-get every tensor, copy it into a tensor that exists already. Ranks run at the same time and are timed from a barrier to the
-last one's end; the model is built before, as in a run. Files are in the page cache in both cases.
+get every tensor, copy it into a tensor that exists already. Ranks run at the same time and are timed from a barrier to
+the last one's end; the model is built before, as in a run. Files are in the page cache in both cases.
 """
 
 from __future__ import annotations

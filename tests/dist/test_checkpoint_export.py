@@ -91,9 +91,14 @@ def logits(model: Any) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tied Qwen3, trained at tp2 pp2; a checkpoint and a live export. The source is a sharded folder whose index lists a head."""
+    """Tied Qwen3 from a sharded folder whose index lists a head, trained at tp2 pp2; a checkpoint and a live export."""
     root = tmp_path_factory.mktemp("tied")
     source = source_folder("qwen3", root / "source")
+    hf_model(MODELS["qwen3"]).save_pretrained(source, max_shard_size="40KB")
+    (source / "model.safetensors").unlink()
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    index["weight_map"]["lm_head.weight"] = index["weight_map"]["model.embed_tokens.weight"]
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
     train(Layout(tp=2, pp=2, sp=True), source, root / "ckpt", {root / "live": {}})
     return {"source": source, "ckpt": root / "ckpt", "live": root / "live"}
 
