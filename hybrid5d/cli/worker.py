@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid5d.cli.preflight import Words, plan_run
 from hybrid5d.config.errors import ConfigError, ConfigErrors
 from hybrid5d.data.build import eval_loader_from_plan, loader_from_plan
-from hybrid5d.data.loader import EvalLoader, Loader
+from hybrid5d.data.loader import Loader
 from hybrid5d.engine.job import Job, say
 from hybrid5d.engine.launch_env import LaunchEnv, settle_environment, threads_per_rank
 from hybrid5d.engine.run_folder import RunFolder
@@ -74,7 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         job = Job(env)
         plan, notices = plan_run(_words(args), env, evaluate=args.eval)
         job.join()
-        _run(job, plan, notices, evaluate=args.eval)
+        told = notices if args.run_dir is None else ()  # the launcher of `hybrid5d train` told them
+        if args.eval:
+            _evaluate(job, plan, told, args.run_dir)
+        else:
+            _train(job, plan, told)
     except BaseException as exc:
         if isinstance(exc, SystemExit) and not exc.code and env.world_size == 1:
             raise  # --help
@@ -91,37 +95,71 @@ def _words(args: argparse.Namespace) -> Words:
     return Words(args.run_dir / RESOLVED, tuple(args.overrides))
 
 
-def _run(job: Job, plan: RunPlan, notices: Sequence[str], *, evaluate: bool) -> None:
-    env, folder = job.env, RunFolder.of(plan)
-    first = env.rank == 0
-    if first and not evaluate:
-        folder.prepare(plan)
-    loader, eval_loader = _open_data(job, plan, evaluate)
+def _train(job: Job, plan: RunPlan, notices: Sequence[str]) -> None:
+    """Faults of the run directory and of data files are found before a process group exists."""
+    first, folder = job.env.rank == 0, RunFolder.of(plan)
     if first:
-        say("\n".join(_introduction(plan, env, loader or eval_loader, notices)), sys.stdout)
-    engine = _build(job, plan)
-    if evaluate:
-        _evaluate(job, engine, eval_loader, folder)
-    else:
-        _train(job, engine, loader, eval_loader, folder)
-
-
-def _open_data(job: Job, plan: RunPlan, evaluate: bool) -> tuple[Loader | None, EvalLoader | None]:
-    """Faults in data files are found here, before a process group exists."""
+        folder.prepare(plan)
     job.where = "reading the data"
     dp_rank = plan.layout.coordinate(job.env.rank).dp
-    loader = None if evaluate else loader_from_plan(plan, dp_rank)
-    wanted = evaluate or plan.config.runner.val_check_interval > 0
-    eval_loader = eval_loader_from_plan(plan, dp_rank) if wanted and plan.config.data.val_data_paths else None
-    return loader, eval_loader
+    loader = loader_from_plan(plan, dp_rank)
+    wanted = plan.config.runner.val_check_interval > 0 and plan.config.data.val_data_paths
+    eval_loader = eval_loader_from_plan(plan, dp_rank) if wanted else None
+    if first:
+        say("\n".join(_introduction(plan, job.env, loader, notices)), sys.stdout)
+    engine = _build(job, plan)
+
+    from hybrid5d.engine.trainer import Trainer
+
+    _resume(job, engine, folder)
+    if first:
+        folder.write_environment(job.env, str(engine.device))
+
+    def note(where: str) -> None:
+        job.where = where
+
+    result = Trainer(engine, loader, folder, eval_loader=eval_loader, note=note).run()
+    _leave(job)
+    if first:
+        if "hf" in result and plan.config.data.type == "text":
+            _show_sample(Path(result["hf"]), plan, loader)
+        folder.write_result(result)
+
+
+def _evaluate(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | None) -> None:
+    """result.json goes beside the run's own files, into `eval/`."""
+    first, folder = job.env.rank == 0, RunFolder.of(plan)
+    target = RunFolder(run_dir or folder / "eval")
+    if first:
+        target.prepare(plan)
+    job.where = "reading the data"
+    loader = eval_loader_from_plan(plan, plan.layout.coordinate(job.env.rank).dp)
+    if first:
+        say("\n".join(_introduction(plan, job.env, loader, notices)), sys.stdout)
+    engine = _build(job, plan)
+
+    from hybrid5d.engine.trainer import evaluate
+
+    source = _resume(job, engine, folder)
+    job.where = "evaluation"
+    found = evaluate(engine, loader)
+    if first:
+        say(f"eval of {source or plan.config.actor.model.model_path}: {found}", sys.stdout)
+    _leave(job)
+    if first:
+        target.write_result(found.record(engine.global_step))
 
 
 def _introduction(plan: RunPlan, env: LaunchEnv, loader: Loader | None, notices: Sequence[str]) -> list[str]:
     from hybrid5d import __version__
 
     layout, batch, runner = plan.layout, plan.batch, plan.config.runner
-    axes = f"tp {layout.tp}{' + sp' if plan.sequence_parallel else ''} x cp {layout.cp} x dp {layout.dp} x pp {layout.pp}"
-    rows = f"{batch.global_batch_size} rows a step" + ("" if runner.seq_length is None else f" of up to {runner.seq_length} tokens")
+    axes = (
+        f"tp {layout.tp}{' + sp' if plan.sequence_parallel else ''} x cp {layout.cp} x dp {layout.dp} x pp {layout.pp}"
+    )
+    rows = f"{batch.global_batch_size} rows a step" + (
+        "" if runner.seq_length is None else f" of up to {runner.seq_length} tokens"
+    )
     parts = "micro-batches by token budget" if batch.dynamic else (
         f"{batch.gradient_accumulation_steps} micro-batches of {batch.micro_batch_size} per dp rank"
     )  # fmt: skip
@@ -160,27 +198,14 @@ def _rank_warning(env: LaunchEnv) -> Any:
     return show
 
 
-def _train(job: Job, engine: Engine, loader: Loader | None, eval_loader: EvalLoader | None, folder: RunFolder) -> None:
-    from hybrid5d.engine.trainer import Trainer, resume
+def _resume(job: Job, engine: Engine, folder: RunFolder) -> Path | None:
+    from hybrid5d.engine.trainer import resume
 
-    assert loader is not None
-    first = job.env.rank == 0
     job.where = "loading the checkpoint"
     source = resume(engine, folder)
-    if first:
-        folder.write_environment(job.env, str(engine.device))
-        if source is not None:
-            say(f"resumed from {source} at step {engine.global_step}", sys.stdout)
-
-    def note(where: str) -> None:
-        job.where = where
-
-    result = Trainer(engine, loader, folder, eval_loader=eval_loader, note=note).run()
-    _leave(job)
-    if first:
-        if "hf" in result and engine.plan.config.data.type == "text":
-            _show_sample(Path(result["hf"]), engine.plan, loader)
-        folder.write_result(result)
+    if source is not None and job.env.rank == 0:
+        say(f"resumed from {source} at step {engine.global_step}", sys.stdout)
+    return source
 
 
 def _leave(job: Job) -> None:
@@ -201,19 +226,6 @@ def _show_sample(folder: Path, plan: RunPlan, loader: Loader) -> None:
         clean = "".join(c if c.isprintable() or c in "\n\t" else "\N{MIDDLE DOT}" for c in text)
         body = "\n".join(f"  | {line}" for line in clean.split("\n"))
         say(f"sample:\n{body}", sys.stdout)
-
-
-def _evaluate(job: Job, engine: Engine, loader: EvalLoader | None, folder: RunFolder) -> None:
-    from hybrid5d.engine.trainer import evaluate, resume
-
-    assert loader is not None
-    source = resume(engine, folder)
-    job.where = "evaluation"
-    found = evaluate(engine, loader)
-    if job.env.rank == 0:
-        at = f"{source}, step {engine.global_step}" if source is not None else engine.plan.config.actor.model.model_path
-        say(f"{at}: {found}", sys.stdout)
-    _leave(job)
 
 
 if __name__ == "__main__":

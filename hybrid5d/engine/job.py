@@ -215,7 +215,7 @@ def _alive(path: Path) -> bool:
 
 
 def _launch_processes(parent: int) -> list[tuple[int, int]]:
-    """The launcher's processes whose end must end the ranks: the parent, and `deepspeed`'s runner above its launch.py."""
+    """Processes whose end must end the ranks: the parent, and `deepspeed`'s runner above its launch.py."""
     found = []
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(parent)

@@ -150,7 +150,11 @@ def launcher_notices(environ: Mapping[str, str], plan: RunPlan) -> list[str]:
     differing = []
     for name, label, ours in (
         ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "zero_stage", plan.zero_stage),
-        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "gradient_accumulation_steps", plan.batch.gradient_accumulation_steps),
+        (
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+            "gradient_accumulation_steps",
+            plan.batch.gradient_accumulation_steps,
+        ),
         ("ACCELERATE_GRADIENT_CLIPPING", "gradient_clipping", plan.clip_grad),
     ):
         text = environ.get(name)

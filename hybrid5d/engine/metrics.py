@@ -16,6 +16,7 @@ from hybrid5d.engine.job import say
 if TYPE_CHECKING:
     from hybrid5d.engine.engine import StepResult
 
+
 def step_record(result: StepResult) -> dict[str, Any]:
     """One line of metrics.jsonl. Tokens are counted once, whatever the layout."""
     record: dict[str, Any] = {

@@ -42,7 +42,8 @@ class Evaluation:
     def __str__(self) -> str:
         if self.loss is None:
             return f"no label in {self.rows} rows"
-        return f"loss {self.loss:.4f}  perplexity {self.perplexity:.3f}  {self.valid_tokens:,} tokens in {self.rows:,} rows"
+        counts = f"{self.valid_tokens:,} tokens in {self.rows:,} rows"
+        return f"loss {self.loss:.4f}  perplexity {self.perplexity:.3f}  {counts}"
 
     def record(self, step: int) -> dict[str, Any]:
         """One line of eval.jsonl."""

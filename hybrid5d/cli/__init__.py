@@ -1,0 +1,26 @@
+"""The command `hybrid5d`: one verb, one file."""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    """Entry of `hybrid5d` and `python -m hybrid5d`."""
+    import typer  # here, so that ranks, which import this package too, do not pay for it
+
+    from hybrid5d.cli.convert import convert
+    from hybrid5d.cli.export import export
+    from hybrid5d.cli.train import evaluate, train
+
+    app = typer.Typer(
+        name="hybrid5d",
+        help="Five-axis parallel training on DeepSpeed, driven by RLinf/Megatron-style YAML.",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+    )
+    app.command()(train)
+    app.command(name="eval")(evaluate)
+    app.command()(convert)
+    app.command()(export)
+    app()

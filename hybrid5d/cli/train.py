@@ -1,0 +1,43 @@
+"""`hybrid5d train RUN.yaml` and `hybrid5d eval RUN.yaml`: check, then start the ranks on this machine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hybrid5d.cli.launch import LAUNCHERS, launch
+from hybrid5d.cli.preflight import Words
+from hybrid5d.config.errors import EXIT_REFUSED, HybridError
+
+Run = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run: one of ours, or RLinf's on Megatron")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="key=value, +key=value, ~key; they win over the file")
+]
+NumProcs = Annotated[
+    int | None, typer.Option(min=1, help="processes to start; default: tensor x pipeline x context parallel size")
+]
+Launcher = Annotated[
+    str | None, typer.Option(help=f"{', '.join(LAUNCHERS)}; default: deepspeed, and plain python for one process")
+]
+
+
+def train(run: Run, overrides: Overrides = None, num_procs: NumProcs = None, launcher: Launcher = None) -> None:
+    """Train. Exit 0: the run reached its end; 2: refused, with every reason; else failed."""
+    _start(run, overrides, num_procs, launcher, evaluate=False)
+
+
+def evaluate(run: Run, overrides: Overrides = None, num_procs: NumProcs = None, launcher: Launcher = None) -> None:
+    """Loss and perplexity over data.val_data_paths: start weights, or the checkpoint that runner.resume_dir names."""
+    _start(run, overrides, num_procs, launcher, evaluate=True)
+
+
+def _start(run: Path, overrides: list[str] | None, num_procs: int | None, launcher: str | None, evaluate: bool) -> None:
+    try:
+        code = launch(Words(run, tuple(overrides or ())), num_procs, launcher, evaluate=evaluate)
+    except HybridError as exc:
+        sys.stderr.write(f"{exc}\n")
+        code = EXIT_REFUSED
+    raise typer.Exit(code)
