@@ -119,8 +119,7 @@ class GatherTransport(Transport):
     def __init__(self, axis: Axis, plan: SequencePlan, window: int | None, traffic: Traffic | None):
         super().__init__(axis, plan, window, traffic)
         self.hops = axis.size - 1
-        self._needs = [bool(step.blocks) for step in plan.steps(axis.rank, window)]
-        self._needed = [bool(plan.steps(self._peer(i), window)[i].blocks) for i in range(axis.size)]
+        self._needs, self._needed = _readers(plan, axis.rank, window)
         self._blocks: dict[int, tuple[Tensor, Pending]] = {}
         self._grads: list[tuple[Tensor | None, Pending]] = []
 
@@ -153,3 +152,13 @@ class GatherTransport(Transport):
         for _, pending in self._grads:
             pending.wait()
         return [received for received, _ in self._grads if received is not None]  # in step order: deterministic
+
+
+def _readers(plan: SequencePlan, rank: int, window: int | None) -> tuple[list[bool], list[bool]]:
+    """By step: does this rank need the block of rank - i, does rank + i need this one's."""
+    key = ("readers", rank, window)
+    if key not in plan.cache:
+        needs = [plan.sees(rank, (rank - i) % plan.ring, window) for i in range(plan.ring)]
+        needed = [plan.sees((rank + i) % plan.ring, rank, window) for i in range(plan.ring)]
+        plan.cache[key] = (needs, needed)
+    return plan.cache[key]

@@ -98,13 +98,19 @@ class SequencePlan:
 
     def segments(self, ring_rank: int) -> tuple[tuple[Segment, ...], ...]:
         """Per attention document, its pieces on a ring rank, ascending."""
-        result, offset = [], 0
-        for padded in self.padded:
-            chunks = self._chunks(ring_rank)
-            size = padded // (self.ring * len(chunks))
-            result.append(tuple(Segment(c * size, size, offset + i * size) for i, c in enumerate(chunks) if size))
-            offset += size * len(chunks)
-        return tuple(result)
+        key = ("segments", ring_rank)
+        if key not in self.cache:
+            result, offset = [], 0
+            for padded in self.padded:
+                result.append(self._pieces(ring_rank, padded, offset))
+                offset += padded // self.ring
+            self.cache[key] = tuple(result)
+        return self.cache[key]
+
+    def _pieces(self, ring_rank: int, padded: int, offset: int) -> tuple[Segment, ...]:
+        chunks = self._chunks(ring_rank)
+        size = padded // (self.ring * len(chunks))
+        return tuple(Segment(c * size, size, offset + i * size) for i, c in enumerate(chunks) if size)
 
     def _chunks(self, ring_rank: int) -> tuple[int, ...]:
         if self.ring > 1 and self.load_balance == "zigzag":
@@ -153,18 +159,27 @@ class SequencePlan:
             for source in sources:
                 blocks: list[Block] = []
                 for length, q, k in zip(self.padded, mine, self.segments(source)):
-                    blocks += blocks_between(q, k, None if window is None or window >= length else window)
+                    blocks += blocks_between(q, k, _effective(window, length))
                 program.append(blocks)
-            marked = mark_first(program, self.ring_length)
-            self.cache[key] = tuple(Step(s, b) for s, b in zip(sources, marked))
+            marked = program if window is None else mark_first(program, self.ring_length)
+            self.cache[key] = tuple(Step(s, tuple(b)) for s, b in zip(sources, marked))
         return self.cache[key]
+
+    def sees(self, ring_rank: int, source: int, window: int | None = None) -> bool:
+        """Does anything on a ring rank attend to keys of `source`?"""
+        lengths = tuple(sorted(set(self.padded)))
+        return any(
+            blocks_between(self._pieces(ring_rank, n, 0), self._pieces(source, n, 0), _effective(window, n))
+            for n in lengths
+        )
 
     def hops(self, window: int | None = None) -> int:
         """How far keys must travel round the ring: the last step at which any rank computes something."""
         key = ("hops", window)
         if key not in self.cache:
-            programs = [self.steps(r, window) for r in range(self.ring)]
-            self.cache[key] = max((i for p in programs for i, step in enumerate(p) if step.blocks), default=0)
+            ranks = range(self.ring)
+            useful = (i for i in ranks if any(self.sees(r, (r - i) % self.ring, window) for r in ranks))
+            self.cache[key] = max(useful, default=0)
         return self.cache[key]
 
     def scores(self, cp_rank: int, window: int | None = None) -> int:
@@ -177,6 +192,10 @@ def _fill(row: np.ndarray, segments: tuple[Segment, ...], tokens: int, base: int
     for s in segments:
         valid = max(0, min(s.stop, tokens) - s.start)
         row[s.offset : s.offset + valid] = base + s.start + np.arange(valid)
+
+
+def _effective(window: int | None, length: int) -> int | None:
+    return None if window is None or window >= length else window
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -76,7 +76,7 @@ def blocks_between(queries: tuple[Segment, ...], keys: tuple[Segment, ...], wind
         return [b for q in queries for k in keys for b in _band_blocks(q, k, window)]
     if queries == keys:  # ascending positions on both sides: causal in local order as well
         start, stop = queries[0].offset, queries[-1].offset + queries[-1].length
-        return [Block(start, stop, start, stop, "causal")]
+        return [Block(start, stop, start, stop, "causal", first=True)]
     blocks: list[Block] = []
     for q in queries:
         seen = [k for k in keys if k.start < q.start]
@@ -112,7 +112,8 @@ def _band_blocks(q: Segment, k: Segment, window: int) -> list[Block]:
 
 
 def mark_first(program: list[list[Block]], length: int) -> list[tuple[Block, ...]]:
-    """Set `first` on blocks whose rows nothing before them in the program has touched."""
+    """Set `first` on blocks whose rows nothing before them in the program has touched (needed with windows only:
+    else the own keys come first, for all rows)."""
     touched = np.zeros(length, dtype=bool)
     marked = []
     for blocks in program:

@@ -102,17 +102,31 @@ class Runner:
         out.backward(dout)
         return [out.detach(), q.grad, k.grad, v.grad]
 
-    def errors(self, case: Case, results: list[Tensor] | None = None) -> list[float]:
-        """Largest deviation of out, dq, dk, dv from the fp64 reference over this rank's tokens; inf if not finite."""
-        results = self.run(case) if results is None else results
+    def errors(self, case: Case) -> list[Error]:
+        """Deviation of out, dq, dk, dv from the fp64 reference over this rank's tokens."""
+        results = self.run(case)
         _, index = self.local(case)
-        worst = [0.0] * 4
+        errors = [Error() for _ in results]
         for b, (row, lengths) in enumerate(zip(case.inputs(), case.rows())):
             at = index[b]
             for i, (mine, right) in enumerate(zip(results, reference(*row, lengths, case.window))):
-                if not torch.isfinite(mine).all():
-                    worst[i] = float("inf")
-                elif (at >= 0).any():
-                    error = (mine[b][at >= 0].double() - right[at[at >= 0]]).abs().max().item()
-                    worst[i] = max(worst[i], error)
-        return worst
+                if (at >= 0).any():
+                    error = mine[b][at >= 0].double() - right[at[at >= 0]]
+                    here = Error(error.abs().max().item(), error.square().sum().item(), right.abs().max().item())
+                    errors[i] = errors[i] + here
+                if not torch.isfinite(mine).all():  # padding included
+                    errors[i] = Error(float("inf"), float("inf"))
+        return errors
+
+
+@dataclass(frozen=True)
+class Error:
+    """Largest and summed squared deviation, and the largest value of the reference; adds over rows and ranks."""
+
+    largest: float = 0.0
+    squares: float = 0.0
+    scale: float = 0.0
+
+    def __add__(self, other: Error) -> Error:
+        parts = max(self.largest, other.largest), self.squares + other.squares, max(self.scale, other.scale)
+        return Error(*parts)

@@ -8,9 +8,10 @@ from itertools import product
 import pytest
 import torch
 
-from tests.dist.attention_cases import Case, Runner
+from tests.dist.attention_cases import Case, Error, Runner
 from tests.harness import run_ranks
 
+NAMES = ("out", "dq", "dk", "dv")
 SHAPES = [  # documents, packed, window
     (((37,),), False, None),
     (((53,), (20,)), False, 7),
@@ -36,55 +37,60 @@ def matrix(cp: int) -> list[Case]:
     return cases
 
 
-def errors_of(rank: int, world: int, cases: list[Case]) -> list[list[float]]:
+def errors_of(rank: int, world: int, cases: list[Case]) -> list[list[Error]]:
     runner = Runner(rank, world)
     return [runner.errors(case) for case in cases]
 
 
-def worst(world: int, cases: list[Case]) -> list[list[float]]:
-    """Per case the errors of out, dq, dk, dv, the largest over the ranks."""
+def over_ranks(world: int, cases: list[Case]) -> list[list[Error]]:
+    """Per case the errors of out, dq, dk, dv."""
     by_rank = run_ranks(world, errors_of, world, cases, timeout=150)
-    return [[max(e) for e in zip(*ranks)] for ranks in zip(*by_rank)]
+    return [[sum(e, Error()) for e in zip(*ranks)] for ranks in zip(*by_rank)]
 
 
 @pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
 def test_equals_full_attention(cp):
     cases = matrix(cp)
     single = Runner(0, 1)
-    alone: dict[Case, list[float]] = {}
-    for case, errors in zip(cases, worst(cp, cases)):
+    alone: dict[Case, list[Error]] = {}
+    for case, errors in zip(cases, over_ranks(cp, cases)):
         key = replace(case, method="p2p", balance="zigzag", ulysses=2)
         if key not in alone:
             alone[key] = single.errors(key)
-        for name, error, bound in zip(("out", "dq", "dk", "dv"), errors, alone[key]):
-            assert error <= bound + 2e-6, f"{name} of {case} at cp {cp}: error {error:.2e}, one device {bound:.2e}"
+        for name, error, one in zip(NAMES, errors, alone[key]):
+            assert error.largest <= one.largest + 2e-6, f"{name} of {case} at cp {cp}: {error}, one device {one}"
 
 
-@pytest.mark.parametrize("documents,cps", [(((256,),), (2, 4, 8)), (((2048,),), (2,))])
+@pytest.mark.parametrize("documents,cps", [(((256,),), (2, 4, 8)), (((1280,),), (2,))])
 def test_bf16_error_does_not_grow_with_the_ring(documents, cps):
-    """N20: partial results are merged in fp32, gradients travel in fp32. 2048: blocks that the kernel does in bf16."""
+    """N20: partial results are merged in fp32, gradients travel in fp32. 1280: blocks that the kernel does in bf16.
+
+    The norm of the error is bounded; its largest element, a matter of one rounding, only where the kernel gives fp32.
+    """
     base = Case(documents=documents, heads=4, kv_heads=2, dtype=torch.bfloat16)
     alone = Runner(0, 1).errors(base)
     for cp in cps:
         methods = [base, replace(base, method="all_gather"), replace(base, method="a2a")]
-        methods += [replace(base, method="a2a+p2p")] if cp > 2 else []
-        for case, errors in zip(methods, worst(cp, methods)):
-            for name, error, bound in zip(("out", "dq", "dk", "dv"), errors, alone):
-                assert error <= 1.5 * bound, f"{name} of {case.method} at cp {cp}: {error:.4f}, one device {bound:.4f}"
+        methods += [replace(base, method="a2a+p2p")] if cp == 4 else []
+        methods = [m for m in methods if m.method != "a2a" or cp <= base.heads]
+        for case, errors in zip(methods, over_ranks(cp, methods)):
+            for name, error, one in zip(NAMES, errors, alone):
+                assert error.squares <= 1.5**2 * one.squares, f"{name} of {case.method} at cp {cp}: {error}, {one}"
+                if documents == ((256,),) and case.method in ("p2p", "all_gather"):
+                    assert error.largest <= 1.5 * one.largest, f"{name} of {case.method} at cp {cp}: {error}, {one}"
 
 
-def test_large_scores_stay_finite():
+@pytest.mark.parametrize("dtype,bound", [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+def test_large_scores_stay_finite(dtype, bound):
     """N20, second case: scores times 50."""
-    for dtype in (torch.float32, torch.bfloat16):
-        cases = [Case(m, documents=((256,),), dtype=dtype, gain=50.0) for m in ("p2p", "a2a", "all_gather")]
-        alone = Runner(0, 1).errors(cases[0])
-        for case, errors in zip(cases, worst(4, cases)):
-            for name, error, bound in zip(("out", "dq", "dk", "dv"), errors, alone):
-                assert error <= 1.5 * bound + 2e-6, f"{name} of {case}: {error}, one device {bound}"
+    cases = [Case(m, documents=((256,),), dtype=dtype, gain=50.0) for m in ("p2p", "a2a", "all_gather")]
+    for case, errors in zip(cases, over_ranks(4, cases)):
+        for name, error in zip(NAMES, errors):
+            assert error.largest <= bound * error.scale, f"{name} of {case}: {error}"
 
 
-def independent(rank: int, world: int, cases: list[Case]) -> list[bool]:
-    """Does another first document leave the results of the others bitwise as they are?"""
+def independent(rank: int, world: int, cases: list[Case]) -> list[tuple[bool, int]]:
+    """Does another first document leave the others' results bitwise as they are? And how many tokens are these."""
     runner, same = Runner(rank, world), []
     for case in cases:
         plan, results = runner.plan(case), []
@@ -103,14 +109,16 @@ def independent(rank: int, world: int, cases: list[Case]) -> list[bool]:
             out = runner.attention(case)(q, k, v, plan, case.window)
             out.backward(dout)
             results.append([x[:, mine >= first] for x in (out, q.grad, k.grad, v.grad)])
-        same.append(all(torch.equal(a, b) for a, b in zip(*results)))
+        same.append((all(torch.equal(a, b) for a, b in zip(*results)), int((mine >= first).sum())))
     return same
 
 
 def test_packed_documents_do_not_see_each_other():
     methods = ["p2p", "a2a", "all_gather", "a2a+p2p"]
     cases = [Case(m, 8, 2, ((11, 40, 3), (17,)), True, w) for m in methods for w in (None, 6)]
-    assert all(all(same) for same in run_ranks(4, independent, 4, cases))
+    for by_rank in zip(*run_ranks(4, independent, 4, cases)):
+        assert all(same for same, _ in by_rank)
+        assert sum(count for _, count in by_rank) == 40 + 3 + 17
 
 
 def deterministic(rank: int, world: int) -> bool:

@@ -90,7 +90,9 @@ def test_blocks_compute_every_allowed_score_once_and_no_other(plan, window):
         for i, step in enumerate(plan.steps(rank, window)):
             assert step.source == (rank - i) % plan.ring
             assert not step.blocks or i <= plan.hops(window)
+            assert bool(step.blocks) == plan.sees(rank, step.source, window)
             for block in step.blocks:
+                assert block.q1 > block.q0 and block.k1 > block.k0
                 mask = mask_of(block)
                 assert mask.any(axis=1).all(), "a row without keys would give an lse of nothing"
                 assert mask.sum() == block.scores

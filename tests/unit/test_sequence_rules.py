@@ -12,6 +12,7 @@ from hybrid5d.plan.sequence_rules import check_heads, check_hierarchical, defaul
         (4, 2, 1, 4, "a2a", None, True),  # N17: kv heads repeated
         (4, 2, 2, 2, "a2a", None, True),  # N17: one local kv head
         (6, 3, 1, 2, "a2a", None, False),  # N17: uneven groups
+        (8, 8, 1, 2, "a2a", None, True),
         (8, 8, 1, 3, "a2a", None, False),
         (8, 8, 4, 4, "a2a", None, False),
         (6, 3, 1, 3, "a2a", None, True),
@@ -53,6 +54,7 @@ def test_default_ulysses():
 
 def test_hybrid_groups():
     assert hybrid_groups([[0, 1, 2, 3]], 2) == ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    assert hybrid_groups([[0, 1, 2, 3, 4, 5]], 2)[1] == [[0, 2, 4], [1, 3, 5]]
     layout = ParallelLayout(pp=2, cp=4, tp=2)
     inner, outer = hybrid_groups(layout.groups("cp"), 2)
     assert inner[0] == [0, 2] and outer[0] == [0, 4]
