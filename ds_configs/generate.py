@@ -29,6 +29,10 @@ def translations() -> dict[Path, dict[str, str]]:
     result = {}
     for source in sources():
         translation = translate(source)
+        if [e.key for e in translation.errors] == ["world_size"] and translation.plan is not None:
+            layout = translation.plan.layout  # `actor: all` on fewer than a node's 8 GPUs: as many as fit
+            unit = layout.tp * layout.pp * layout.cp
+            translation = translate(source, world_size=8 // unit * unit or unit)
         if translation.errors or translation.plan is None:
             raise SystemExit("\n".join(f"{source}: {e}" for e in translation.errors))
         folder = source.relative_to("examples").with_suffix("")

@@ -239,6 +239,7 @@ def notices(account: Account, config: RunConfig) -> None:
             "vision-language model: the numbers are those of its language model; training it is not supported yet"
         )
     _optimizer_notices(account, config)
+    _schedule_notices(account, config)
     _batch_notices(account, config)
     temperature = config.algorithm.sampling_params.temperature
     if account.foreign and temperature != 1.0:
@@ -280,12 +281,23 @@ def _optimizer_notices(account: Account, config: RunConfig) -> None:
     if (optim.bf16 is False and model.precision == "bf16") or (optim.fp16 is False and model.precision == "fp16"):
         flags = ", ".join(f"optim.{n}={v}" for n, v in (("bf16", optim.bf16), ("fp16", optim.fp16)) if v is not None)
         account.tell(f"{flags} contradicts precision {model.precision}: precision wins")
-    if get(tree, "actor.optim.optimizer_cpu_offload") is True and not get(
-        tree, "actor.optim.optimizer_offload_fraction"
-    ):
+    if optim.optimizer_cpu_offload and optim.optimizer_offload_fraction == 0:
         account.tell("optimizer_cpu_offload with optimizer_offload_fraction 0 (RLinf's default) offloads nothing")
     if model.precision == "fp32" and account.foreign:
         account.tell("precision fp32: RLinf's Megatron actor refuses it, hybrid5d trains in it")
+
+
+def _schedule_notices(account: Account, config: RunConfig) -> None:
+    written = get(account.raw, "actor.lr_sched.lr_decay_iters")
+    if isinstance(written, str) and "max_epochs" in written:
+        steps = config.actor.lr_sched.lr_decay_iters
+        account.tell(
+            f"lr_decay_iters={written} is a number of epochs read as optimizer steps: decay ends after step {steps}"
+        )
+    if get(account.tree, "data.type") == "vlm" and account.foreign:
+        account.tell(
+            "an epoch of RLinf's VLM fine-tuning covers 1/gradient_accumulation_steps of the data; here all of it"
+        )
 
 
 def _batch_notices(account: Account, config: RunConfig) -> None:

@@ -108,7 +108,7 @@ FOREIGN: dict[str, Foreign] = {
         "data.",
     ),
     **_each(
-        "val_rollout_batch_size validation_shuffle val_batch_size eval_batch_size",
+        "val_rollout_batch_size validation_shuffle val_batch_size eval_batch_size eval_data_paths",
         "RL validation only",
         "data.",
     ),
@@ -199,10 +199,8 @@ FOREIGN: dict[str, Foreign] = {
         "actor.optim.",
     ),
     **_each(
-        "optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d "
-        "use_torch_optimizer_for_cpu_offload "
-        "pin_cpu_grads pin_cpu_params",
-        "RLinf's fraction of offloaded state is 0, so nothing is offloaded",
+        "overlap_cpu_optimizer_d2h_h2d use_torch_optimizer_for_cpu_offload pin_cpu_grads pin_cpu_params",
+        "a detail of Megatron's CPU optimizer",
         "actor.optim.",
     ),
     **_each(

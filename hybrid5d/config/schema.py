@@ -222,6 +222,8 @@ class OptimConfig(Block):
     weight_decay: Float = key(0.01, "decoupled decay of matrices and embeddings; biases and norms have none", ge=0)
     clip_grad: Float = key(1.0, "global gradient norm above which gradients are scaled down; 0: off", ge=0)
     use_distributed_optimizer: Bool = key(True, "ZeRO 1: shard optimizer state over dp x cp")
+    optimizer_cpu_offload: Bool = key(False, "keep optimizer_offload_fraction of the optimizer state on the CPU")
+    optimizer_offload_fraction: Float = key(0.0, "part of the optimizer state that is offloaded; 0: none", ge=0, le=1)
     overlap_grad_reduce: Bool = key(False, "reduce gradients while backward runs")
     fp16: Bool | None = key(None, "must agree with model.precision where given")
     bf16: Bool | None = key(None, "must agree with model.precision where given")

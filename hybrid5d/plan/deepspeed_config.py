@@ -95,6 +95,9 @@ def _zero(config: RunConfig) -> dict[str, Any]:
         "overlap_comm": config.actor.optim.overlap_grad_reduce,
         "contiguous_gradients": False,
     }
+    optim = config.actor.optim
+    if optim.optimizer_cpu_offload and optim.optimizer_offload_fraction > 0:
+        zero["offload_optimizer"] = {"device": "cpu", "ratio": optim.optimizer_offload_fraction}
     if config.actor.megatron.ddp_bucket_size is not None:
         zero["reduce_bucket_size"] = config.actor.megatron.ddp_bucket_size
     return zero

@@ -211,6 +211,9 @@ def training_rules(config: RunConfig) -> list[ConfigError]:
         errors.append(
             ConfigError("runner.resume_dir", resume, "the folder does not exist", "name a checkpoint, auto, or null")
         )
+    if config.actor.optim.optimizer_cpu_offload and config.actor.optim.optimizer_offload_fraction > 0:
+        rule = "hybrid5d's trainer does not offload optimizer state yet (the translation to DeepSpeed does)"
+        errors.append(ConfigError(f"{_O}optimizer_cpu_offload", True, rule, "set it to false"))
     return errors
 
 

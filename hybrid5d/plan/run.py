@@ -200,10 +200,16 @@ def _loss_notice(config: RunConfig) -> list[str]:
     foreign = config.account is not None and config.account.foreign
     if not foreign or config.actor.loss_normalization == "micro_batch":
         return []
+    told = []
+    if config.algorithm.use_valid_token_scale:
+        told.append("use_valid_token_scale: RLinf scales gradients by token counts of the RL step; hybrid5d does not")
+    if config.algorithm.loss_agg_func != "token-mean":
+        told.append(f"loss_agg_func {config.algorithm.loss_agg_func} is RLinf's; hybrid5d averages over tokens")
     return [
+        *told,
         "loss: RLinf takes the mean over micro-batches of per-micro-batch "
         "means, hybrid5d the exact mean over all valid tokens of "
-        "the global batch; actor.loss_normalization: micro_batch reproduces RLinf's"
+        "the global batch; actor.loss_normalization: micro_batch reproduces RLinf's",
     ]
 
 

@@ -19,6 +19,8 @@ DEEPSPEED_TARGETS: dict[str, str] = {
     "actor.optim.weight_decay": "optimizer.params.weight_decay",
     "actor.optim.clip_grad": "gradient_clipping",
     "actor.optim.use_distributed_optimizer": "zero_optimization.stage",
+    "actor.optim.optimizer_cpu_offload": "zero_optimization.offload_optimizer.device",
+    "actor.optim.optimizer_offload_fraction": "zero_optimization.offload_optimizer.ratio",
     "actor.optim.overlap_grad_reduce": "zero_optimization.overlap_comm",
     "actor.optim.loss_scale": "fp16.loss_scale",
     "actor.optim.initial_loss_scale": "fp16.initial_scale_power",

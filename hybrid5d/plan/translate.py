@@ -100,6 +100,9 @@ def _lost(name: str, plan: RunPlan | None) -> tuple[str, str] | None:
         and sched.start_weight_decay is not None
     ):
         return "overridden", "lr_sched.start_weight_decay wins when the style is not constant"
+    offload = ("actor.optim.optimizer_cpu_offload", "actor.optim.optimizer_offload_fraction")
+    if name in offload and "offload_optimizer" not in plan.deepspeed["zero_optimization"]:
+        return "dropped", "nothing is offloaded: it takes the switch and a fraction above 0"
     if name == "actor.optim.sgd_momentum" and config.actor.optim.optimizer != "sgd":
         return "dropped", "only sgd reads it"
     if name.startswith("actor.optim.adam_") and config.actor.optim.optimizer == "sgd":

@@ -470,3 +470,12 @@ def test_a_plan_always_closes(tp: int, pp: int, cp: int, dp: int, micro: int, st
         ds["train_micro_batch_size_per_gpu"] * ds["gradient_accumulation_steps"] * found.plan.layout.dp * cp
     )
     assert found.plan.layout.dp == dp
+
+
+def test_offload_is_translated_but_not_trained(ready: dict[str, Any]) -> None:
+    offload = {"actor__optim__optimizer_cpu_offload": True, "actor__optim__optimizer_offload_fraction": 0.5}
+    found = assemble(config_of(**offload), 1).plan
+    assert found.deepspeed["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "ratio": 0.5}
+    assert "actor.optim.optimizer_cpu_offload" in refused(1, ready, **offload)
+    nothing = assemble(config_of(actor__optim__optimizer_cpu_offload=True), 1).plan
+    assert "offload_optimizer" not in nothing.deepspeed["zero_optimization"]
