@@ -14,6 +14,7 @@ from hybrid5d.config.schema import RunConfig, block_of, schema_keys
 
 _OPEN = ("cluster.component_placement", "actor.deepspeed", "cluster.node_groups")
 OTHER_COMPONENT = "belongs to another component of RLinf"
+_PP = "actor.model.pipeline_model_parallel_size"
 _SURE = 0.85  # similarity at which a typo is more likely than a foreign key
 
 
@@ -123,6 +124,8 @@ class Classifier:
             return False
         off, rule, fix = MUST_BE_OFF[name]
         whole = trees.get(self.account.tree, name)
+        if name.endswith("use_tp_pp_dp_mapping") and trees.get(self.account.tree, _PP, 1) == 1:
+            off = (*off, True)  # without a pipeline both orders are the same
         on = path in self.account.dangling or not any(whole == v and type(whole) is type(v) for v in off)
         if on and all(e.key != name for e in self.errors):
             self.errors.append(ConfigError(name, whole, rule, fix))

@@ -5,6 +5,7 @@ Source of the rules: RLinf's validators and Megatron-core's dataclass checks, ci
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from hybrid5d.config.account import Account
@@ -13,6 +14,7 @@ from hybrid5d.config.rlinf_keys import MOE_TYPES, RL_TASKS, TASKS, VLM_TYPES
 from hybrid5d.config.schema import RunConfig
 from hybrid5d.config.tree import get, has
 
+GROUPED = ("grpo", "grpo_dynamic", "reinpp_baseline")  # advantages relative to the group
 NATIVE_DATA = ("text", "tokens", "chat")
 
 
@@ -211,6 +213,10 @@ def _foreign_rules(tree: dict[str, Any], config: RunConfig) -> list[ConfigError]
     if temperature != 1.0 and actor.model.pipeline_model_parallel_size > 1:
         rule = "RLinf divides hidden states between pipeline stages by it, so with pp > 1 it changes the network"
         errors.append(ConfigError("algorithm.sampling_params.temperature", temperature, rule, "use 1.0, or pp 1"))
+    adv, group = get(tree, "algorithm.adv_type"), config.algorithm.group_size
+    if is_rl(tree) and adv in GROUPED and group < 2:
+        rule = f"adv_type {adv} compares the sequences of a prompt with one another, so a prompt needs at least 2"
+        errors.append(ConfigError("algorithm.group_size", group, rule, "use 2 or more"))
     prompt = config.data.max_prompt_length
     if is_rl(tree) and prompt is not None and runner.seq_length is not None and prompt >= runner.seq_length:
         rule = f"must be below runner.seq_length={runner.seq_length}"
@@ -276,6 +282,14 @@ def _optimizer_notices(account: Account, config: RunConfig) -> None:
         )
     if model.precision == "fp16" and not optim.loss_scale:
         account.tell("fp16 without loss_scale: dynamic loss scale")
+    if model.precision == "fp16" and not optim.loss_scale:
+        power, least = math.log2(optim.initial_loss_scale), optim.min_loss_scale
+        if power != round(power):
+            account.tell(
+                f"initial_loss_scale={optim.initial_loss_scale:g} becomes 2^{round(power)}: DeepSpeed takes powers of 2"
+            )
+        if least != max(1, round(least)):
+            account.tell(f"min_loss_scale={least:g} becomes {max(1, round(least))}: DeepSpeed takes integers from 1 on")
     if model.precision == "fp32" and optim.loss_scale:
         account.tell(f"fp32 with loss_scale {optim.loss_scale:g}: fp32 needs no scaling; dropped")
     if (optim.bf16 is False and model.precision == "bf16") or (optim.fp16 is False and model.precision == "fp16"):

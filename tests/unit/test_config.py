@@ -289,6 +289,11 @@ def test_what_is_no_training_run_is_refused_in_one_line(tmp_path: Path, tree: di
         ({"runner__save_interval": 7, "runner__val_check_interval": 2}, "runner.save_interval"),
         ({"actor__lr_sched__start_weight_decay": 0.1}, "actor.lr_sched.start_weight_decay"),
         ({"actor__lr_sched__lr_decay_style": "cosine"}, "actor.lr_sched.start_weight_decay"),
+        ({"algorithm__group_size": 1, "algorithm__adv_type": "grpo"}, "algorithm.group_size"),
+        (
+            {"actor__megatron__use_tp_pp_dp_mapping": True, "actor__model__pipeline_model_parallel_size": 2},
+            "actor.megatron.use_tp_pp_dp_mapping",
+        ),
         ({"data__max_prompt_length": 512}, "data.max_prompt_length"),
         (
             {"actor__model__megatron_checkpoint": "/m", "actor__megatron": {"use_hf_ckpt": True}},
@@ -346,3 +351,15 @@ def test_importing_config_and_plan_is_fast_and_pure() -> None:
         maxsplit=1
     )
     assert float(out[0]) < 0.5 and out[1].strip() == "[]"
+
+
+def test_the_other_rank_order_is_the_same_without_a_pipeline(tmp_path: Path) -> None:
+    tree = foreign(actor__megatron__use_tp_pp_dp_mapping=True)
+    assert not load_document(write_yaml(tmp_path / "a.yaml", tree)).errors
+
+
+def test_a_scale_that_deepspeed_rounds_is_told(tmp_path: Path) -> None:
+    config = load(
+        tmp_path, actor__model__precision="fp16", actor__optim={"initial_loss_scale": 1000, "min_loss_scale": 0.5}
+    )
+    assert sum("DeepSpeed takes" in n for n in config.account.notices) == 2
