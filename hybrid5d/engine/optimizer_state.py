@@ -118,7 +118,7 @@ class OptimizerState:
     def _weights(self, param: nn.Parameter) -> Tensor:
         if not self.stage3:
             return param.detach()
-        from deepspeed.zero import GatheredParameters
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
         with GatheredParameters([param]):
             return param.detach().clone()

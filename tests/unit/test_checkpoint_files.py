@@ -59,6 +59,13 @@ def test_manifest_survives_the_disk(tmp_path: Path) -> None:
     assert got.kinds == ("weight", "exp_avg") and got.layout_text() == "pp1 dp1 cp1 tp2, zero 1, AdamW"
 
 
+def test_manifests_of_another_format(tmp_path: Path) -> None:
+    text = manifest().to_json()
+    (tmp_path / "manifest.json").write_text(text.replace('"format": 1', '"format": 2'))
+    with pytest.raises(CheckpointError, match="format 2 is not 1"):
+        read_manifest(tmp_path)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 1}', '{"format": 2}', "null"])
 def test_damaged_manifests(tmp_path: Path, text: str) -> None:
     (tmp_path / "manifest.json").write_text(text)

@@ -121,7 +121,8 @@ def test_missing_shards_and_missing_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": 3}', "{", '{"weight_map": {"a": "../x.safetensors"}}'])
 def test_broken_index(tmp_path: Path, content: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(content)
-    one_line(tmp_path, spec_of("llama"), "index")
+    words = "outside the folder" if ".." in content else "no JSON object with a weight_map"
+    one_line(tmp_path, spec_of("llama"), "index", words)
 
 
 def test_fused_quantised_and_foreign_names_all_at_once(tmp_path: Path) -> None:
