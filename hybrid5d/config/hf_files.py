@@ -78,6 +78,21 @@ def has_safetensors(folder: str | Path) -> bool:
         return False
 
 
+def weights_wanted(load_weights: bool | None, folder: str | Path | None) -> bool:
+    """Whether a run starts from the folder's weights: as the YAML says; where it does not, if there are any.
+
+    Weights that we refuse (pickles, shards without an index) count: a run must not start at random beside them.
+    """
+    if load_weights is not None or folder is None:
+        return bool(load_weights)
+    try:
+        names = [p.name for p in Path(folder).iterdir()]
+    except OSError:
+        return False
+    pickles = [n for n in names if n.startswith(("pytorch_model", "consolidated")) and n.endswith((".bin", ".pth"))]
+    return INDEX_FILE in names or bool(pickles) or any(n.endswith(".safetensors") for n in names)
+
+
 def _some(names: Iterable[str]) -> str:
     names = list(names)
     rest = len(names) - SHOWN
@@ -92,7 +107,7 @@ def _no_weights(folder: Path) -> ConfigError:
             KEY, str(folder), f"the folder cannot be read: {exc.strerror}", "check the path and its permissions"
         )
     if any(n.endswith((".bin", ".pt", ".pth", ".ckpt")) for n in found):
-        rule = "holds pickled weights only, which can run code when read and are refused"
+        rule = "holds pickled weights only; they can run code when they are read, so they are refused"
         return ConfigError(KEY, str(folder), rule, TO_SAFETENSORS)
     if loose := [n for n in found if n.endswith(".safetensors")]:
         rule = f"holds {_some(loose)} but neither {SINGLE_FILE} nor {INDEX_FILE}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid5d.config.errors import ConfigError, ConfigErrors
+from hybrid5d.config.hf_files import check_hf_folder, weights_wanted
 from hybrid5d.config.model_spec import ModelSpec, parse_hf_config, read_hf_config
 from hybrid5d.config.schema import RunConfig
 
@@ -42,6 +43,8 @@ def read_model(config: RunConfig, training: bool) -> ModelReading:
     if folder is not None and (folder / "config.json").is_file():
         _from_folder(folder, reading, training)
         _compare(config, reading)
+        if training and reading.spec is not None and weights_wanted(config.actor.model.load_weights, folder):
+            reading.errors += check_hf_folder(folder, reading.spec)
         return reading
     if training:
         reading.errors.append(_missing(path))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from hybrid5d.config.hf_files import check_hf_folder, expected_tensors
+from hybrid5d.config.hf_files import check_hf_folder, expected_tensors, weights_wanted
 from hybrid5d.config.model_spec import ModelSpec, parse_hf_config
 from hybrid5d.config.safetensors_header import HeaderError, read_header
 from tests.kit import MODELS
@@ -98,6 +98,48 @@ def test_untied_model_needs_its_own_head(tmp_path: Path) -> None:
 def test_pickled_weights_are_refused_with_the_conversion(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     one_line(tmp_path, spec_of("llama"), "pickled", "save_pretrained")
+
+
+@pytest.mark.parametrize(
+    ("names", "by_default"),
+    [
+        (["config.json", "tokenizer.json"], False),
+        (["config.json", "training_args.bin", "optimizer.pt"], False),
+        (["config.json", "model.safetensors"], True),
+        (["config.json", "model-00001-of-00002.safetensors"], True),
+        (["config.json", "pytorch_model.bin"], True),
+        (["config.json", "pytorch_model-00001-of-00002.bin"], True),
+    ],
+)
+def test_weights_that_lie_there_are_never_passed_over(tmp_path: Path, names: list[str], by_default: bool) -> None:
+    for name in names:
+        (tmp_path / name).write_text("")
+    assert weights_wanted(None, tmp_path) is by_default
+    assert weights_wanted(True, tmp_path) and not weights_wanted(False, tmp_path)
+    assert not weights_wanted(None, None) and not weights_wanted(None, tmp_path / "nothing")
+
+
+def test_a_run_is_refused_before_it_starts(tmp_path: Path) -> None:
+    from hybrid5d.config.errors import ConfigErrors
+    from hybrid5d.config.schema import RunConfig
+    from hybrid5d.plan.run import build_plan
+
+    spec = spec_of("llama")
+    write_folder(tmp_path, spec, drop=("model.norm.weight",))
+    (tmp_path / "config.json").write_text(json.dumps(spec.raw))
+    (tmp_path / "rows.jsonl").write_text('{"input_ids": [1, 2]}')
+    data = {"type": "tokens", "train_data_paths": [str(tmp_path / "rows.jsonl")]}
+
+    def plan(load_weights: bool | None, training: bool = True) -> None:
+        model = {"model_path": str(tmp_path), "load_weights": load_weights}
+        run = {"runner": {"max_steps": 1}, "data": data, "actor": {"model": model}}
+        build_plan(RunConfig.model_validate(run), 1, training=training)
+
+    plan(False)
+    plan(True, training=False)
+    for wanted in (True, None):
+        with pytest.raises(ConfigErrors, match=r"1 tensors are missing: model\.norm\.weight"):
+            plan(wanted)
 
 
 def test_no_weights_and_loose_shards(tmp_path: Path) -> None:
