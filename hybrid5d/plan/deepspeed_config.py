@@ -134,10 +134,7 @@ def build_deepspeed(
     """The ds_config with `actor.deepspeed` merged last, and what that block may not say."""
     own = _own(config, batch, precision, cp)
     user, errors = _user_block(config.actor.deepspeed, own)
-    merged = trees.merge(own, user)
-    if isinstance(merged.get("zero_optimization"), dict):
-        merged["zero_optimization"]["stage"] = max(1, asked_zero_stage(config))
-    return merged, errors
+    return trees.merge(own, user), errors
 
 
 def _user_block(block: dict[str, Any], own: dict[str, Any]) -> tuple[dict[str, Any], list[ConfigError]]:
@@ -189,9 +186,11 @@ def _leaf(path: str, value: Any, own: dict[str, Any]) -> tuple[bool, ConfigError
             return False, ConfigError(
                 key, value, "'auto' has nothing to be taken from", "write a value, or remove the key"
             )
-        if path == "zero_optimization.stage" and (isinstance(value, bool) or value not in (0, 1, 2, 3)):
+        if path != "zero_optimization.stage":
+            return True, None
+        if isinstance(value, bool) or value not in (0, 1, 2, 3):
             return False, ConfigError(key, value, "the stages are 0, 1, 2 and 3", "use 1")
-        return True, None
+        return False, None  # `own` has it already, with 0 raised to 1
     ours = trees.get(own, path, trees.MISSING)
     if value == "auto" and ours is not trees.MISSING:
         return False, None  # resolved: ours stays

@@ -325,6 +325,12 @@ def test_conflicting_precision_flags_name_both_keys(tmp_path: Path) -> None:
     assert len(lines) == 1 and "actor.optim.bf16" in lines["actor.optim.fp16"]
 
 
+@pytest.mark.parametrize("text", ["2e-05", "3e-4", "1e-10", "1e5", "1.0e5", "1E+3", "-2e-3", ".5"])
+def test_yaml_numbers_are_floats(text: str) -> None:
+    value = parse_yaml(f"a: {text}", "t")["a"]
+    assert isinstance(value, float) and value == float(text)
+
+
 def test_dumped_text_reads_back_equal() -> None:
     tree = {
         "a": "1e5",
