@@ -9,17 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybrid5d.config.checkpoint_files import LATEST
+from hybrid5d.config.checkpoint_files import resolve_resume
 from hybrid5d.config.errors import HybridError
 from hybrid5d.data.loader import EvalLoader, Loader
 from hybrid5d.engine.export import export_hf
 from hybrid5d.engine.metrics import Console, JsonLines, Tracker, duration, open_trackers, step_record
 from hybrid5d.engine.run_folder import CHECKPOINTS, EVALS, HF, METRICS, RunFolder
+from hybrid5d.parallel.agree import together, world_axis
 
 if TYPE_CHECKING:
     from hybrid5d.engine.engine import Engine, StepResult
-
-AUTO = "auto"
 
 
 class TrainingError(HybridError):
@@ -69,12 +68,9 @@ def resume(engine: Engine, folder: RunFolder) -> Path | None:
         CheckpointError: damaged, or it does not fit.
     """
     asked = engine.plan.config.runner.resume_dir
-    if asked is None:
-        return None
-    source = folder / CHECKPOINTS if asked == AUTO else Path(asked)
-    if asked == AUTO and not (source / LATEST).is_file():
-        return None
-    engine.load_checkpoint(source)
+    source = together(world_axis(), lambda: resolve_resume(asked, folder / CHECKPOINTS))
+    if source is not None:
+        engine.load_checkpoint(source)
     return source
 
 

