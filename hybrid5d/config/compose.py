@@ -19,6 +19,7 @@ from hybrid5d.config.yaml_file import parse_yaml, read_text
 
 _HEADER = re.compile(r"^#\s*@package\s+(\S+)\s*$", re.MULTILINE)
 _ENV = re.compile(r"\$\{oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)\s*(?:,\s*([^}]*))?\}")
+_REFERENCE = re.compile(r"^\$\{([\w/@.]+)\}$")
 _SIMPLE = re.compile(r"^[\w./@:+-]+$")
 MAX_FILES = 500
 
@@ -50,6 +51,7 @@ class Composer:
     primary_defaults: Any = None
     _search: list[Path] = field(default_factory=list)
     _overrides: dict[str, str | None] = field(default_factory=dict)
+    _first: dict[str, str] = field(default_factory=dict)  # choices of the primary file's groups
 
     def compose(self) -> dict[str, Any]:
         """The merged tree, `defaults` removed. Faults are collected in `errors`.
@@ -110,8 +112,11 @@ class Composer:
 
     def _collect_overrides(self, defaults: Any) -> None:
         for item in self._items(defaults, report=False):
+            choice = item.options[0] if item.options else None
             if item.override:
-                self._overrides[item.slot] = item.options[0] if item.options else None
+                self._overrides[item.slot] = choice
+            elif item.group and choice is not None:
+                self._first[item.slot] = str(self.choices.get(item.slot) or choice)
 
     def _items(self, defaults: Any, report: bool = True) -> Iterable[_Item]:
         if defaults is None:
@@ -160,16 +165,15 @@ class Composer:
     def _pull(
         self, item: _Item, result: dict[str, Any], group: str, package: str, stack: tuple[Path, ...]
     ) -> dict[str, Any]:
+        absolute = (item.group or item.options[0]).startswith("/")
+        base = "" if absolute else group
         if item.group:
-            inside = item.group.lstrip("/") if item.group.startswith("/") or not group else f"{group}/{item.group}"
-            names = self._chosen(item, inside)
+            relative = item.group.lstrip("/")
+            names = self._chosen(item, "/".join(p for p in (base, relative) if p))
         else:
-            name = item.options[0]
-            inside, _, name = name.rpartition("/")
-            if inside and not item.options[0].startswith("/") and group:
-                inside = f"{group}/{inside}"
-            inside = inside.lstrip("/") or ("" if item.options[0].startswith("/") else group)
+            relative, _, name = item.options[0].lstrip("/").rpartition("/")
             names = [name]
+        inside = "/".join(p for p in (base, relative) if p)
         for name in names:
             folder, _, leaf = f"{inside}/{name}".lstrip("/").rpartition("/")
             found = self._find(folder, leaf)
@@ -185,18 +189,24 @@ class Composer:
                 chain = " -> ".join(p.name for p in (*stack, found))
                 self._fault(name, f"files include one another: {chain}", "break the circle")
                 continue
-            result = merge(result, self._load(found, folder, item, package, stack))
+            result = merge(result, self._load(found, (folder, inside, relative), item, package, stack))
         return result
 
-    def _load(self, path: Path, folder: str, item: _Item, parent: str, stack: tuple[Path, ...]) -> dict[str, Any]:
+    def _load(
+        self, path: Path, place: tuple[str, str, str], item: _Item, parent: str, stack: tuple[Path, ...]
+    ) -> dict[str, Any]:
+        """`place`: folder of the file, its whole group, and the group relative to the file that names it."""
+        folder, group, relative = place
         try:
             data, header = self._read(path)
         except ConfigErrors as exc:
             self.errors.extend(exc.errors)
             return {}
-        named = item.package if item.package is not None else header
-        natural = folder.replace("/", ".")
-        package = _package(named, parent if item.package is not None else "", natural, parent)
+        group, relative = group.replace("/", "."), relative.replace("/", ".")
+        if item.package is None and header is not None:
+            package = _package(header, group, relative, "")  # a file's own header counts from the top
+        else:
+            package = _package(item.package, group, relative, parent)
         return self._expand(data, path, folder, package, (*stack, path.resolve()))
 
     def _chosen(self, item: _Item, inside: str) -> list[str]:
@@ -207,7 +217,12 @@ class Composer:
                 if name in source:
                     choice = source[name]
                     return [] if choice is None else [choice]
-        return list(item.options)
+        return [self._followed(option) for option in item.options]
+
+    def _followed(self, option: str) -> str:
+        """An option may repeat another group's choice: `env: ${mode}`."""
+        match = _REFERENCE.match(option)
+        return self._first.get(match.group(1), option) if match else option
 
     def _find(self, folder: str, name: str) -> Path | None:
         if not _SIMPLE.match(name):
@@ -220,15 +235,14 @@ class Composer:
         return None
 
 
-def _package(named: str | None, base: str, natural: str, parent: str) -> str:
+def _package(named: str | None, group: str, relative: str, parent: str) -> str:
+    """Hydra's rule: relative to the package of the naming file, unless it says `_global_`."""
     if named is None:
-        return natural if not parent or natural.startswith(f"{parent}.") else _join(parent, natural)
+        return _join(parent, relative)
     if named.startswith("_global_"):
         return named.removeprefix("_global_").lstrip(".")
-    named = named.replace("_group_", natural)
-    if named == "_here_":
-        return parent
-    return _join(base, named)
+    named = named.replace("_group_", group)
+    return parent if named == "_here_" else _join(parent, named)
 
 
 def _join(*parts: str) -> str:

@@ -188,7 +188,7 @@ def _leaf(path: str, value: Any, own: dict[str, Any]) -> tuple[bool, ConfigError
             )
         if path != "zero_optimization.stage":
             return True, None
-        if isinstance(value, bool) or value not in (0, 1, 2, 3):
+        if type(value) is not int or value not in (0, 1, 2, 3):
             return False, ConfigError(key, value, "the stages are 0, 1, 2 and 3", "use 1")
         return False, None  # `own` has it already, with 0 raised to 1
     ours = trees.get(own, path, trees.MISSING)

@@ -284,6 +284,7 @@ def test_auto_is_resolved(ready: dict[str, Any]) -> None:
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size", "tensor_model_parallel_size"),
         ({"wall_clock_breakdown": "auto"}, "wall_clock_breakdown", "auto"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage", "use 1"),
+        ({"zero_optimization": {"stage": 2.0}}, "zero_optimization.stage", "use 1"),
         ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage", "auto"),
     ],
 )
