@@ -35,7 +35,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def initialize(config: RunConfig | RunPlan, **options: Any) -> Engine:
     """This rank's engine. A config is planned for the world the launcher started (WORLD_SIZE; one process without).
 
-    Options are those of `hybrid5d.engine.engine.initialize` (`layers=` to bring your own model).
+    Options are those of `hybrid5d.engine.build.initialize` (`layers=` to bring your own model).
 
     Raises:
         ConfigErrors: a layout that does not fit the world, the model or the batch; before any process group exists.
@@ -44,6 +44,6 @@ def initialize(config: RunConfig | RunPlan, **options: Any) -> Engine:
     from hybrid5d.plan.run import build_plan
 
     plan = build_plan(config, int(os.environ.get("WORLD_SIZE", "1"))) if isinstance(config, RunConfig) else config
-    from hybrid5d.engine.engine import initialize as build
+    from hybrid5d.engine.build import initialize as build
 
     return build(plan, **options)

@@ -79,7 +79,7 @@ def config_dict(layout: Layout, recipe: Recipe, folder: str, global_batch: int) 
 def build_engine(layout: Layout, recipe: Recipe, folder: str, global_batch: int) -> Any:
     """An Engine on this rank; the group exists already."""
     from hybrid5d.config.schema import RunConfig
-    from hybrid5d.engine.engine import initialize
+    from hybrid5d.engine.build import initialize
     from hybrid5d.plan.run import build_plan
 
     config = RunConfig.model_validate(config_dict(layout, recipe, folder, global_batch))

@@ -19,7 +19,12 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-_ENV = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+_ENV = {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 _PRELOAD = ["tests.preload"]
 
 
@@ -37,8 +42,13 @@ def _context() -> Any:
 def _main(rank: int, world: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.setpgid(0, 0)
     os.environ.update(
-        _ENV, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="0",
+        _ENV,
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
     )
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     out = os.path.join(folder, f"{rank}.pkl")
@@ -104,7 +114,9 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
             raise RankFailure(f"no result within {timeout} s from ranks {[i for i, r in enumerate(results) if not r]}")
         missing = [i for i, r in enumerate(results) if not r]
         if missing:
-            raise RankFailure(f"ranks {missing} died without a message, exit codes {[procs[i].exitcode for i in missing]}")
+            raise RankFailure(
+                f"ranks {missing} died without a message, exit codes {[procs[i].exitcode for i in missing]}"
+            )
         return [r[2] for r in results if r]
     finally:
         for p in procs:

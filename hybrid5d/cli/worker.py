@@ -183,7 +183,7 @@ def _build(job: Job, plan: RunPlan) -> Engine:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     warnings.showwarning = _rank_warning(job.env)
     with redirect_stdout(StringIO()):  # DeepSpeed prints its topology and memory, each rank its own
-        from hybrid5d.engine.engine import initialize
+        from hybrid5d.engine.build import initialize
 
         return initialize(plan)
 

@@ -1,7 +1,7 @@
 """The seam to DeepSpeed: two engines that run one optimizer step over given micro-batches.
 
-`PipelineAdapter` (ZeRO 0/1, any pp) keeps DeepSpeed's 1F1B schedule, ZeRO optimizer and gradient reduction, and replaces
-how tensors travel between stages and which gradients are summed before the reduction. `PlainAdapter` (ZeRO 2/3, pp 1)
+`PipelineAdapter` (ZeRO 0/1, any pp) keeps DeepSpeed's 1F1B schedule, ZeRO optimizer and reduction, and replaces how
+tensors travel between stages and which gradients are summed before the reduction. `PlainAdapter` (ZeRO 2/3, pp 1)
 is the plain engine. Facts about DeepSpeed 0.19.8 that force each override are named at it.
 """
 
@@ -22,7 +22,6 @@ from hybrid5d.models.batch import LocalBatch
 from hybrid5d.parallel.collectives import all_reduce
 from hybrid5d.parallel.context import Axis, ParallelContext
 from hybrid5d.tensor_parallel.gradients import sum_in_backward, sum_partial_gradients
-
 
 TRACKERS = ("tensorboard", "wandb", "csv_monitor", "comet")
 
@@ -46,8 +45,8 @@ class StepRunner(Protocol):
 class PipelineAdapter(PipelineEngine):
     """PipelineEngine whose messages are one hidden tensor of known shape, sent without blocking.
 
-    Every rank knows each micro-batch's shape, so receivers allocate a fresh buffer of the right size: no shape messages,
-    and no shared receive buffer (S13, S20 of DeepSpeed 0.19.8: runtime/pipe/engine.py, `_allocate_or_extend_buffers`).
+    Every rank knows each micro-batch's shape, so receivers allocate a fresh buffer of the right size: no shape
+    messages, and no shared receive buffer (DeepSpeed 0.19.8, runtime/pipe/engine.py).
     """
 
     def __init__(self, ctx: ParallelContext, dtype: torch.dtype, **kwargs: Any):
@@ -167,8 +166,8 @@ class PipelineAdapter(PipelineEngine):
         return param.grad
 
     def _exec_reduce_tied_grads(self) -> None:
-        # DeepSpeed has no sum for SP's partial gradients (S2) and looks for tied ones in `.grad` even where ZeRO 1 keeps
-        # them elsewhere (S5); both are done here, on the tensor the optimizer uses.
+        # DeepSpeed has no sum for SP's partial gradients (S2) and looks for tied ones in `.grad` even where ZeRO 1
+        # keeps them elsewhere (S5); both are done here, on the tensor the optimizer uses.
         if getattr(self.optimizer, "use_grad_accum_attribute", False):
             self.optimizer.fill_grad_accum_attribute()
         sum_partial_gradients(self.module.parameters(), self.ctx.tp, self.gradient)
@@ -244,7 +243,7 @@ def build_adapter(
     zero_stage: int,
     dtype: torch.dtype,
 ) -> PipelineAdapter | PlainAdapter:
-    """The engine for this ZeRO stage, built directly so that a subclass can be used (DeepSpeed's `initialize` cannot)."""
+    """The engine for this ZeRO stage, built directly: DeepSpeed's `initialize` takes no subclass."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     # Trackers are fed by our own metrics: DeepSpeed would log loss and samples in its terms (cp counted as data).

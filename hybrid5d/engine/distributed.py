@@ -12,8 +12,8 @@ import torch.distributed as dist
 def ensure_distributed(timeout_minutes: float = 10.0) -> None:
     """Make sure torch.distributed and DeepSpeed's communication layer are up; does nothing where they are.
 
-    Under a launcher (RANK, WORLD_SIZE, MASTER_ADDR set) the default group joins all ranks: NCCL where CUDA is there, else
-    gloo. Without one this process is a world of one.
+    Under a launcher (RANK, WORLD_SIZE, MASTER_ADDR set) the default group joins all ranks: NCCL where CUDA is there,
+    else gloo. Without one this process is a world of one.
 
     DeepSpeed's CPU shared-memory op is switched off first: building it takes a compiler and a minute, a stale lock of a
     killed build blocks every later start, its all-reduce ignores the group, and nothing of ours uses it.

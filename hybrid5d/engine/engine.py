@@ -6,35 +6,30 @@ Everything here speaks the user's terms (rows, tokens, global batch); DeepSpeed'
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from hybrid5d.config.errors import ConfigError, ConfigErrors, DataError
-from hybrid5d.config.model_spec import ModelSpec
-from hybrid5d.context_parallel import ContextParallelAttention, hybrid_axes
+from hybrid5d.config.errors import DataError
 from hybrid5d.data.types import IGNORE_INDEX, Document, MicroBatch, StepBatch
 from hybrid5d.engine.adapter import PipelineAdapter, PlainAdapter, build_adapter
-from hybrid5d.engine.distributed import ensure_distributed
 from hybrid5d.engine.collate import SequenceOptions, local_batch, real_tokens, sequence_plan, valid_tokens
-from hybrid5d.engine.parameters import freeze, parameter_groups
-from hybrid5d.engine.pipeline_module import HybridPipelineModule, Recompute
+from hybrid5d.engine.parameters import parameter_groups
+from hybrid5d.engine.pipeline_module import HybridPipelineModule
 from hybrid5d.models.batch import LocalBatch
-from hybrid5d.models.decoder import HeadOutput, LayerDef, decoder_layers
-from hybrid5d.models.init import init_weights
+from hybrid5d.models.decoder import HeadOutput
 from hybrid5d.parallel.collectives import all_gather_seq
-from hybrid5d.parallel.context import Axis, ParallelContext
+from hybrid5d.parallel.context import ParallelContext
 from hybrid5d.plan.run import RunPlan
-from hybrid5d.plan.sequence_rules import default_ulysses
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-LayerFactory = Callable[[ModelSpec, ParallelContext, Callable[[], ContextParallelAttention], HeadOutput], list[LayerDef]]
 
 
 @dataclass(frozen=True)
@@ -69,8 +64,8 @@ class StepResult:
 class TokenLogprobs:
     """Per-token results of one document, natural order.
 
-    logprobs[i] is the log-probability of labels[i] after reading input_ids[i] (0 where there is no label); entropy[i] that
-    of the whole next-token distribution. fp32 numpy [n] each.
+    logprobs[i] is the log-probability of labels[i] after reading input_ids[i] (0 where there is no label), entropy[i]
+    that of the whole next-token distribution. fp32 numpy [n] each.
     """
 
     logprobs: np.ndarray
@@ -78,23 +73,29 @@ class TokenLogprobs:
 
 
 class Engine:
-    """A model in training on this rank. Build it with `initialize`.
+    """A model in training on this rank. Build it with `hybrid5d.engine.build.initialize`.
 
     Attributes:
         plan: what was asked for; ctx: this rank's axes; module: this rank's layers (parameters carry `.pieces`);
         ds: the DeepSpeed engine; global_step: optimizer steps done.
     """
 
-    def __init__(self, plan: RunPlan, ctx: ParallelContext, module: HybridPipelineModule, out: HeadOutput):
-        self.plan, self.ctx, self.module, self.out = plan, ctx, module, out
+    def __init__(
+        self,
+        plan: RunPlan,
+        ctx: ParallelContext,
+        module: HybridPipelineModule,
+        out: HeadOutput,
+        options: SequenceOptions,
+    ):
+        self.plan, self.ctx, self.module, self.out, self.sequence_options = plan, ctx, module, out, options
         self.global_step = 0
         self.hidden_size = plan.model.hidden_size if plan.model else 0
-        self.device = next(iter(module.parameters())).device if any(True for _ in module.parameters()) else _device()
-        self.sequence_options = sequence_options(plan)
-        self.dtype = DTYPES[plan.precision.dtype]
+        self.device = current_device()
         groups = parameter_groups(module)
+        dtype = DTYPES[plan.precision.dtype]
         self.ds: PipelineAdapter | PlainAdapter = build_adapter(
-            module, ctx, plan.deepspeed, groups, plan.zero_stage, self.dtype
+            module, ctx, plan.deepspeed, groups, plan.zero_stage, dtype
         )
         self._agreed = False
         self._warned_no_targets = False
@@ -113,7 +114,9 @@ class Engine:
         started = time.perf_counter()
         if not self._agreed:
             self._check_agreement(batch)
-        counts = self._sum_over_dp([sum(map(valid_tokens, batch.micro_batches)), sum(map(real_tokens, batch.micro_batches))])
+        counts = self._sum_over_dp(
+            [sum(map(valid_tokens, batch.micro_batches)), sum(map(real_tokens, batch.micro_batches))]
+        )
         lr = self._set_schedule()
         scales = self._loss_scales(batch.micro_batches, counts[0])
         total = self.ds.train_step(self._local(batch.micro_batches), scales)
@@ -146,7 +149,7 @@ class Engine:
             return [self._divisor / (means * max(valid_tokens(mb), 1)) for mb in micro_batches]
         if valid == 0 and not self._warned_no_targets and self.ctx.rank == 0:
             self._warned_no_targets = True
-            print(f"warning: step {self.global_step + 1}: no row of the global batch has a label; loss and gradients are 0")
+            print(f"warning: step {self.global_step + 1}: no row of the batch has a label; loss and gradients are 0")
         return [self._divisor / max(valid, 1)] * len(micro_batches)
 
     def _set_schedule(self) -> float:
@@ -158,9 +161,7 @@ class Engine:
         return lr
 
     def _local(self, micro_batches: Sequence[MicroBatch]) -> list[LocalBatch]:
-        return [
-            local_batch(mb, self.ctx, self.sequence_options, self.hidden_size, self.device) for mb in micro_batches
-        ]
+        return [local_batch(mb, self.ctx, self.sequence_options, self.hidden_size, self.device) for mb in micro_batches]
 
     # --- evaluation -------------------------------------------------------------------------------------------------
 
@@ -174,7 +175,9 @@ class Engine:
         total = torch.stack([o.float() for o in outputs]).sum() if outputs else torch.zeros((), device=self.device)
         return self._global_sum(total), valid
 
-    def compute_logprobs(self, documents: Sequence[Document], micro_batch_size: int | None = None) -> list[TokenLogprobs]:
+    def compute_logprobs(
+        self, documents: Sequence[Document], micro_batch_size: int | None = None
+    ) -> list[TokenLogprobs]:
         """Log-probability of each label and entropy of each distribution, per token, for documents in their own order.
 
         Every rank passes the same documents and gets all results. Rows are spread over dp; the vocabulary stays sharded
@@ -192,7 +195,7 @@ class Engine:
         for mb, output in zip(micro_batches, outputs):
             self._place(mb, output, flat, starts)
         summed = self._sum_results(flat)
-        return [TokenLogprobs(summed[0, a:b], summed[1, a:b]) for a, b in zip(starts[:-1], starts[1:])]
+        return [TokenLogprobs(summed[0, a:b], summed[1, a:b]) for a, b in pairwise(starts)]
 
     def _dealt(self, documents: Sequence[Document], size: int) -> list[MicroBatch]:
         """This dp rank's micro-batches; short ranks get dummies (row_id -1) so that all run the same number."""
@@ -203,7 +206,9 @@ class Engine:
         mine += [dummy] * (per_rank - len(mine))
         return [tuple((d,) for d in mine[i : i + size]) for i in range(0, per_rank, size)]
 
-    def _place(self, micro_batch: MicroBatch, output: tuple[Tensor, Tensor], flat: np.ndarray, starts: np.ndarray) -> None:
+    def _place(
+        self, micro_batch: MicroBatch, output: tuple[Tensor, Tensor], flat: np.ndarray, starts: np.ndarray
+    ) -> None:
         """Gather a micro-batch's [b, S/cp] results over cp and write them where the documents' tokens stand."""
         whole = all_gather_seq(torch.stack(output, -1), self.ctx.cp).wait().cpu().numpy()
         plan = sequence_plan(micro_batch, self.ctx, self.sequence_options)
@@ -273,7 +278,9 @@ class Engine:
                 sets = " and ".join(str(ranks) for ranks in found.values())
                 raise DataError(f"data: ranks {sets} belong to dp rank {dp_rank} but were given different rows")
         if len({int(v[1]) for v in everyone}) > 1:
-            raise DataError(f"data: dp ranks were given different numbers of micro-batches: {[int(v[1]) for v in everyone]}")
+            raise DataError(
+                f"data: dp ranks were given different numbers of micro-batches: {[int(v[1]) for v in everyone]}"
+            )
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -319,7 +326,8 @@ def _checksum(batch: StepBatch) -> int:
     return value
 
 
-def _device() -> torch.device:
+def current_device() -> torch.device:
+    """The CUDA device of this rank, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -330,90 +338,3 @@ def peak_memory_bytes(device: torch.device) -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def sequence_options(plan: RunPlan) -> SequenceOptions:
-    """How this plan pads and cuts rows."""
-    return SequenceOptions(
-        method=plan.config.actor.model.cp_comm_type,
-        load_balance=plan.config.actor.model.cp_load_balance,
-        ulysses=ulysses_size(plan),
-        packed=plan.config.data.packing == "documents",
-    )
-
-
-def ulysses_size(plan: RunPlan) -> int:
-    """Ulysses degree of `a2a+p2p`: as given, or the largest that local kv heads divide inside a node; else 1."""
-    model = plan.config.actor.model
-    if model.cp_comm_type != "a2a+p2p" or plan.layout.cp == 1 or plan.model is None:
-        return 1
-    if model.hierarchical_context_parallel_sizes:
-        return model.hierarchical_context_parallel_sizes[0]
-    return default_ulysses(plan.model.num_key_value_heads, plan.layout.tp, plan.layout.cp)
-
-
-def attention_factory(plan: RunPlan, ctx: ParallelContext) -> Callable[[], ContextParallelAttention]:
-    """Makes the attention core of each layer; builds the Ulysses and ring groups once. Collective over the world."""
-    method = plan.config.actor.model.cp_comm_type
-    ulysses: Axis | None = None
-    ring: Axis | None = None
-    if ctx.cp.size > 1 and method == "a2a+p2p":
-        ulysses, ring = hybrid_axes(ctx.layout, ctx.rank, ulysses_size(plan))
-    return lambda: ContextParallelAttention(ctx.cp, method=method, ulysses=ulysses, ring=ring)
-
-
-def initialize(plan: RunPlan, layers: LayerFactory | None = None) -> Engine:
-    """Build the model of a plan on this rank and hand it to DeepSpeed. Collective over the world.
-
-    Args:
-        layers: makes the pipeline's layers in place of our decoder (bring your own model; see examples/custom_model.py).
-
-    Raises:
-        ConfigErrors: what only a running process can know (fp16 on a CPU, dropout, no model folder).
-    """
-    spec = plan.model
-    if spec is None:
-        raise ConfigErrors([ConfigError("actor.model.model_path", None, "training needs the model's config.json", "name a folder")])
-    ensure_distributed(plan.config.actor.megatron.distributed_timeout_minutes)
-    device = _device()
-    _refuse_at_run_time(plan, spec, device)
-    ctx = ParallelContext.create(plan.layout, plan.sequence_parallel)
-    out = HeadOutput()
-    attention = attention_factory(plan, ctx)
-    selective = plan.recompute.granularity == "selective"
-    if layers is None:
-        defs = decoder_layers(spec, ctx, attention, out, selective_recompute=selective)
-    else:
-        defs = layers(spec, ctx, attention, out)
-    full = plan.recompute.granularity == "full"
-    recompute = Recompute(plan.recompute.method, plan.recompute.num_layers or 0) if full else Recompute()
-    module = HybridPipelineModule(defs, ctx, plan.stages, recompute)
-    load_start_weights(module, plan, spec, ctx)
-    freeze(module, plan.config.actor.freeze_parameters)
-    return Engine(plan, ctx, module, out)
-
-
-def load_start_weights(module: nn.Module, plan: RunPlan, spec: ModelSpec, ctx: ParallelContext) -> None:
-    """Weights from the model folder's safetensors, or drawn from the run's seed; the same for every layout."""
-    model = plan.config.actor.model
-    from hybrid5d.models.hf import has_safetensors, load_hf_weights
-
-    wanted = model.load_weights
-    if wanted is None:
-        wanted = model.model_path is not None and has_safetensors(model.model_path)
-    if wanted:
-        load_hf_weights(module, str(model.model_path), spec)
-    else:
-        init_weights(module, plan.config.actor.seed, spec.initializer_range)
-
-
-def _refuse_at_run_time(plan: RunPlan, spec: ModelSpec, device: torch.device) -> None:
-    errors = []
-    if plan.precision.dtype == "fp16" and device.type == "cpu":
-        rule = "fp16 training does not run on a CPU"
-        errors.append(ConfigError("actor.model.precision", "fp16", rule, "use bf16 or fp32 here, fp16 on a GPU"))
-    if spec.attention_dropout:
-        key = "actor.model.model_path: config.json attention_dropout"
-        errors.append(ConfigError(key, spec.attention_dropout, "dropout is not supported", "set it to 0.0"))
-    if errors:
-        raise ConfigErrors(errors)

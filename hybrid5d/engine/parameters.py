@@ -64,8 +64,6 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
             param.requires_grad_(False)
         elif hit:
             rule = f"matches {sorted(hit)} but these share one matrix with {sorted(set(names) - hit)}"
-            errors.append(
-                ConfigError("actor.freeze_parameters", list(patterns), rule, "match all of them or none")
-            )
+            errors.append(ConfigError("actor.freeze_parameters", list(patterns), rule, "match all of them or none"))
     if errors:
         raise ConfigErrors(errors)

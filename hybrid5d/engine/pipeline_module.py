@@ -24,7 +24,8 @@ from hybrid5d.parallel.context import ParallelContext
 class Recompute:
     """Which decoder layers of a stage recompute their activations in backward (Megatron's meaning of the keys).
 
-    `uniform`: groups of `num_layers` layers, each kept as one input. `block`: the first `num_layers` of the stage, one by one.
+    `uniform`: groups of `num_layers` layers, each kept as one input. `block`: the first
+    `num_layers` of the stage, one by one.
     """
 
     method: str | None = None
@@ -92,7 +93,11 @@ class HybridPipelineModule(PipelineModule):
     """
 
     def __init__(
-        self, layers: Sequence[LayerDef], ctx: ParallelContext, stages: Sequence[int], recompute: Recompute | None = None
+        self,
+        layers: Sequence[LayerDef],
+        ctx: ParallelContext,
+        stages: Sequence[int],
+        recompute: Recompute | None = None,
     ):
         self._bounds = stage_bounds(layers, stages)
         self.recompute = recompute or Recompute()

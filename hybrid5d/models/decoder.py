@@ -1,6 +1,6 @@
 """The decoder of the Llama, Mistral, Qwen2 and Qwen3 families, cut over tp (and its sequence over tp and cp).
 
-Legend: b batch, s the rank's sequence (S/cp), H hidden, q / kv query and key-value heads, d head dimension, n = tp size.
+Legend: b batch, s the rank's sequence (S/cp), H hidden, q / kv query and key-value heads, d head size, n = tp size.
 With sequence parallelism the residual stream is [b, s/n, H] and norms see only their shard.
 Every layer is called as `layer(x, batch)`; `batch` is the rank's LocalBatch.
 """
@@ -115,7 +115,9 @@ class QKVProjection(nn.Module):
         self.bias = self._parameters_for(runs("bias", ()), copies, ()) if spec.attention_bias else None
 
     @staticmethod
-    def _parameters_for(runs: tuple[list[Piece], list[Piece]], copies: int, columns: tuple[int, ...]) -> nn.ParameterList:
+    def _parameters_for(
+        runs: tuple[list[Piece], list[Piece]], copies: int, columns: tuple[int, ...]
+    ) -> nn.ParameterList:
         query, keys = runs
         q_rows, kv_rows = query[0].length, sum(p.length for p in keys)
         if copies == 1:
@@ -225,7 +227,13 @@ class HeadOutput:
 
 
 def head_forward(
-    weight: Tensor, vocab_start: int, x: Tensor, batch: LocalBatch, spec: ModelSpec, ctx: ParallelContext, out: HeadOutput
+    weight: Tensor,
+    vocab_start: int,
+    x: Tensor,
+    batch: LocalBatch,
+    spec: ModelSpec,
+    ctx: ParallelContext,
+    out: HeadOutput,
 ) -> Any:
     """x [b, s, H] ([b, s/n, H] with SP) against weight [V/n, H].
 
@@ -255,7 +263,11 @@ class Head(nn.Module):
 
 
 def decoder_layers(
-    spec: ModelSpec, ctx: ParallelContext, attention: AttentionFactory, out: HeadOutput, selective_recompute: bool = False
+    spec: ModelSpec,
+    ctx: ParallelContext,
+    attention: AttentionFactory,
+    out: HeadOutput,
+    selective_recompute: bool = False,
 ) -> list[LayerDef]:
     """The whole model in pipeline order: embedding, decoder layers, final norm, head."""
     sp = ctx.sequence_parallel
@@ -282,5 +294,7 @@ def decoder_layers(
     layers.append(
         LayerDef("norm", lambda: RMSNorm(spec.hidden_size, spec.rms_norm_eps, "model.norm.weight", ctx.tp, partial=sp))
     )
-    layers.append(LayerDef("head", embedding, key, tied_head) if tied else LayerDef("head", lambda: Head(spec, ctx, out)))
+    layers.append(
+        LayerDef("head", embedding, key, tied_head) if tied else LayerDef("head", lambda: Head(spec, ctx, out))
+    )
     return layers

@@ -1,4 +1,4 @@
-"""Initial weights that do not depend on the layout: every HF tensor is drawn whole from its own name's seed, then cut."""
+"""Initial weights that do not depend on the layout: each HF tensor is drawn whole from its name's seed, then cut."""
 
 from __future__ import annotations
 

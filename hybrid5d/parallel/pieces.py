@@ -1,7 +1,7 @@
 """Which slices of which Hugging Face tensors a local parameter holds.
 
-Every parameter of our layers carries `param.pieces`. Initialisation, loading, checkpoints, export and the tests all read
-it, so no other code knows how a weight is cut.
+Every parameter of our layers carries `param.pieces`. Initialisation, loading, checkpoints, export and the tests all
+read it, so no other code knows how a weight is cut.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Sums that replicated parameters need over the tensor-parallel axis.
 
-A parameter that several tp ranks hold, but whose gradient on each covers only part of the sequence (norms and row biases
-under SP) or part of the heads (per-head q/k norms; kv heads shared by several ranks), needs its gradient summed over the
-ranks that share it: once a step, all of them in one buffer.
+A parameter that several tp ranks hold, but whose gradient on each covers only part of the sequence (norms and row
+biases under SP) or part of the heads (per-head q/k norms; kv heads shared by several ranks), needs its gradient summed
+over the ranks that share it: once a step, all of them in one buffer.
 """
 
 from __future__ import annotations

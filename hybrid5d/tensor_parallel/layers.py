@@ -1,7 +1,7 @@
 """Linear and embedding layers cut over the tensor-parallel axis.
 
 After Shoeybi et al. 2019 (Megatron-LM, columns then rows) and Korthikanti et al. 2022 (sequence parallelism).
-Legend: b batch, s the rank's sequence (S/cp), H hidden, I in features, O out features, V padded vocabulary, n = tp size.
+Legend: b batch, s the rank's sequence (S/cp), H hidden, I in, O out features, V padded vocabulary, n = tp size.
 With `sequence_parallel` the outside of a pair of layers works on [b, s/n, H].
 """
 

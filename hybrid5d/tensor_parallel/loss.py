@@ -3,7 +3,7 @@
 Legend: T tokens, H hidden, V padded vocabulary, n = tp size. Logits are never gathered: a row's maximum and its sums
 cross the tp axis as T numbers. Padding columns of the vocabulary are -inf before the softmax, so they take no
 probability and no gradient. After Shoeybi et al. 2019; the head and its loss are fused and worked through in chunks of
-tokens, gradients computed in the forward pass as in Liger-Kernel (Hsu et al. 2024), so that one chunk of logits is alive.
+tokens, gradients computed in the forward pass as in Liger-Kernel (Hsu et al. 2024): one chunk of logits is alive.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, shard: VocabShard) -> Tensor:
-    """Per-token cross entropy of sharded logits [..., V/n] against targets [...]; 0 where ignored. fp32, equal on tp."""
+    """Per-token cross entropy of sharded logits [..., V/n] against targets [...]; 0 where ignored; fp32."""
     return _CrossEntropy.apply(logits, targets, shard)
 
 
@@ -163,7 +163,7 @@ def linear_logprobs(
 
 
 def vocab_parallel_argmax(logits: Tensor, shard: VocabShard) -> Tensor:
-    """Index of the largest real column of sharded logits [..., V/n]; the lowest on a tie. One max and one min over tp."""
+    """Index of the largest real column of sharded logits [..., V/n]; the lowest on a tie. Two max over tp."""
     work = _mask_padding(logits.float().clone(), shard)
     value, index = work.max(-1)
     best = all_reduce_max(value.clone(), shard.axis)

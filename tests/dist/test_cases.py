@@ -18,7 +18,14 @@ from tests.kit import MODELS, Recipe, document_loss_sum, hf_model, make_rows, re
 SGD = Recipe(lr=0.5)
 
 
-def one(layout: Layout, folder: Path, steps: list[list[Document]], recipe: Recipe = SGD, model: str = "llama", **bounds: float) -> None:
+def one(
+    layout: Layout,
+    folder: Path,
+    steps: list[list[Document]],
+    recipe: Recipe = SGD,
+    model: str = "llama",
+    **bounds: float,
+) -> None:
     """Train and compare with the reference."""
     (got,) = train_layout(layout, [Job(str(folder), recipe, steps)])
     compare(got, reference(hf_model(MODELS[model]), steps, recipe), **bounds)
@@ -34,7 +41,9 @@ def labelled(length: int, valid: int, row: int) -> Document:
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(micro=8), Layout(micro=1), Layout(dp=2, micro=2), Layout(pp=2, micro=1), Layout(cp=4, micro=2)], ids=str
+    "layout",
+    [Layout(micro=8), Layout(micro=1), Layout(dp=2, micro=2), Layout(pp=2, micro=1), Layout(cp=4, micro=2)],
+    ids=str,
 )
 def test_n01_cut_of_the_batch(layout: Layout, folders: dict[str, Path]) -> None:
     """57 valid tokens, 1 to 15 a row: the mean is over all of them however the batch is cut."""
@@ -87,7 +96,9 @@ def test_n10_positions_given_by_the_caller(layout: Layout, folders: dict[str, Pa
     one(layout, folders["llama"], [rows], Recipe(lr=0.5, steps=1))
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=4), Layout(pp=2, dp=2, zero=0), Layout(pp=2, tp=2, sp=True)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(pp=2), Layout(pp=4), Layout(pp=2, dp=2, zero=0), Layout(pp=2, tp=2, sp=True)], ids=str
+)
 def test_n09_tied_matrix_counts_once_in_norm_and_clip(layout: Layout, tmp_path: Path) -> None:
     """All other weights are tiny, so the tied matrix is nearly the whole norm; counting both copies is off by sqrt(2)."""
     config = MODELS["qwen2"]
@@ -150,7 +161,9 @@ def test_n21_bf16_accumulation(zero: int, micro: int, precision: str, bound: flo
     """dp 2, bf16 with fp32 accumulation and masters: close to the fp32 reference for every number of micro-batches."""
     steps = [make_rows(8, 16, 101, seed=s, ragged=False) for s in range(3)]
     want = reference(hf_model(MODELS["llama"]), steps, SGD)
-    (got,) = train_layout(Layout(dp=2, micro=micro, zero=zero, precision=precision), [Job(str(folders["llama"]), SGD, steps)])
+    (got,) = train_layout(
+        Layout(dp=2, micro=micro, zero=zero, precision=precision), [Job(str(folders["llama"]), SGD, steps)]
+    )
     np.testing.assert_allclose(got.losses, want.losses, atol=bound)
     np.testing.assert_allclose(got.norms, want.norms, rtol=bound)
     for name, w in want.weights.items():
@@ -182,7 +195,7 @@ def test_bf16_layouts(layout: Layout, folders: dict[str, Path]) -> None:
 
 def _padding_rank(rank: int, layout: Layout, folder: str, rows: list[Document]) -> Any:
     """Poison the vocabulary's padding rows before DeepSpeed takes its fp32 copies."""
-    from hybrid5d.engine import engine as module_under_test
+    from hybrid5d.engine import build as module_under_test
 
     load, poisoned = module_under_test.load_start_weights, []
 
@@ -259,7 +272,9 @@ def _same_rows_rank(rank: int, layout: Layout, folder: str, rows: list[Document]
 
 @pytest.mark.parametrize("layout", [Layout(micro=2), Layout(pp=2, micro=2), Layout(cp=2), Layout(dp=2)], ids=str)
 def test_n22_evaluation_equals_training_loss(layout: Layout, folders: dict[str, Path]) -> None:
-    for trained, evaluated in run_ranks(layout.world, _same_rows_rank, layout, str(folders["llama"]), make_rows(8, 16, 101)):
+    for trained, evaluated in run_ranks(
+        layout.world, _same_rows_rank, layout, str(folders["llama"]), make_rows(8, 16, 101)
+    ):
         assert abs(trained - evaluated) < 1e-6
 
 
@@ -330,9 +345,13 @@ def _recompute_rank(rank: int, layout: Layout, folder: str, rows: list[Document]
     return calls, result.loss, result.grad_norm
 
 
-@pytest.mark.parametrize("keys,layers", RECOMPUTE, ids=lambda v: str(v) if isinstance(v, int) else "-".join(map(str, v.values())) or "none")
+@pytest.mark.parametrize(
+    "keys,layers", RECOMPUTE, ids=lambda v: str(v) if isinstance(v, int) else "-".join(map(str, v.values())) or "none"
+)
 @pytest.mark.parametrize("layout", [Layout(pp=2), Layout(2, 2, 2, 1, True)], ids=str)
-def test_p03_recompute_is_really_done(layout: Layout, keys: dict[str, Any], layers: int, folders: dict[str, Path]) -> None:
+def test_p03_recompute_is_really_done(
+    layout: Layout, keys: dict[str, Any], layers: int, folders: dict[str, Path]
+) -> None:
     """Two decoder layers a stage: `layers` of them run forward twice; numbers are those of the reference."""
     rows = make_rows(4, 16, 101)
     want = reference(hf_model(MODELS["qwen3"]), [rows], SGD)
@@ -373,7 +392,12 @@ def test_h07_lengths_change_in_every_micro_batch(layout: Layout, folders: dict[s
     steps = []
     for s in range(2):
         lengths = rng.integers(3, 17, 8)
-        steps.append([replace(make_rows(1, int(n), 101, seed=10 * s + i, ragged=False)[0], row_id=i) for i, n in enumerate(lengths)])
+        steps.append(
+            [
+                replace(make_rows(1, int(n), 101, seed=10 * s + i, ragged=False)[0], row_id=i)
+                for i, n in enumerate(lengths)
+            ]
+        )
     one(layout, folders["llama"], steps, Recipe(lr=0.5, steps=2))
 
 
@@ -382,7 +406,9 @@ def _micro_mean_rank(rank: int, layout: Layout, folder: str, rows: list[Document
     return engine.train_batch(step_batch(rows, layout.dp, engine.ctx.dp.rank, layout.micro)).loss
 
 
-@pytest.mark.parametrize("layout", [Layout(micro=2), Layout(micro=2, cp=2), Layout(micro=2, dp=2), Layout(micro=2, pp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(micro=2), Layout(micro=2, cp=2), Layout(micro=2, dp=2), Layout(micro=2, pp=2)], ids=str
+)
 def test_loss_normalization_micro_batch(layout: Layout, folders: dict[str, Path]) -> None:
     """RLinf's averaging: the mean over micro-batches of each one's token mean."""
     rows = [labelled(16, n, i) for i, n in enumerate((1, 2, 3, 5, 8, 10, 13, 15))]

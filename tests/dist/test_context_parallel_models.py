@@ -24,7 +24,9 @@ def cp(method: str, **layout: Any) -> Layout:
     return Layout(model={"cp_comm_type": method}, **layout)
 
 
-def check(layout: Layout, folders: dict[str, Path], models: list[str], steps: list[list[Any]], recipe: Recipe = SGD) -> None:
+def check(
+    layout: Layout, folders: dict[str, Path], models: list[str], steps: list[list[Any]], recipe: Recipe = SGD
+) -> None:
     jobs = [Job(str(folders[m]), recipe, steps) for m in models]
     for model, got in zip(models, train_layout(layout, jobs)):
         try:
@@ -58,7 +60,9 @@ def test_methods_equal_one_process(method: str, axes: dict[str, Any], folders: d
     check(cp(method, **axes), folders, ["qwen2"], rows(), ADAM)
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(pp=2), Layout(micro=4), Layout(dp=2, micro=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(tp=2, sp=True), Layout(pp=2), Layout(micro=4), Layout(dp=2, micro=2)], ids=str
+)
 def test_packed_documents_without_cp(layout: Layout, folders: dict[str, Path]) -> None:
     check(replace(layout, packing="documents"), folders, ["llama", "qwen3"], packed())
 
@@ -90,7 +94,9 @@ def test_scaled_positions(layout: Layout, folders: dict[str, Path]) -> None:
     check(layout, folders, ["linear", "llama3", "yarn"], shifted)
 
 
-@pytest.mark.parametrize("keys", [{"cp_load_balance": "contiguous"}, {"cp_load_balance": "contiguous", "cp_comm_type": "all_gather"}])
+@pytest.mark.parametrize(
+    "keys", [{"cp_load_balance": "contiguous"}, {"cp_load_balance": "contiguous", "cp_comm_type": "all_gather"}]
+)
 def test_contiguous_cut(keys: dict[str, Any], folders: dict[str, Path]) -> None:
     check(Layout(cp=4, model=keys), folders, ["llama"], rows())
 
@@ -106,7 +112,14 @@ def test_hierarchical_sizes(sizes: list[int], folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("method", ["p2p", "a2a"])
-@pytest.mark.parametrize("keys", [{"recompute_granularity": "selective"}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}], ids=["selective", "full"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"recompute_granularity": "selective"},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ],
+    ids=["selective", "full"],
+)
 def test_recompute(method: str, keys: dict[str, Any], folders: dict[str, Path]) -> None:
     layout = Layout(2, 2, 2, 1, True, packing="documents", model={"cp_comm_type": method, **keys})
     check(layout, folders, ["qwen3"], packed())
@@ -117,7 +130,9 @@ def test_bf16(method: str, folders: dict[str, Path]) -> None:
     """bf16 under cp differs from the fp32 reference by rounding only (loss 0.02, norm and masters 2 %)."""
     steps = packed()
     want = reference(hf_model(MODELS["qwen2"]), steps, SGD)
-    (got,) = train_layout(cp(method, cp=2, pp=2, precision="bf16", packing="documents"), [Job(str(folders["qwen2"]), SGD, steps)])
+    (got,) = train_layout(
+        cp(method, cp=2, pp=2, precision="bf16", packing="documents"), [Job(str(folders["qwen2"]), SGD, steps)]
+    )
     np.testing.assert_allclose(got.losses, want.losses, atol=2e-2)
     np.testing.assert_allclose(got.norms, want.norms, rtol=2e-2)
     assert max(relative(got.weights[n], w) for n, w in want.weights.items()) < 2e-2
@@ -125,7 +140,9 @@ def test_bf16(method: str, folders: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("zero,precision", [(0, "fp32"), (1, "fp32"), (2, "fp32"), (1, "bf16")])
 @pytest.mark.parametrize("axes", [{"cp": 2}, {"cp": 4}, {"cp": 2, "dp": 2}], ids=lambda a: str(Layout(**a)))
-def test_n16_norm_with_ulysses_on_every_zero_stage(zero: int, precision: str, axes: dict[str, int], folders: dict[str, Path]) -> None:
+def test_n16_norm_with_ulysses_on_every_zero_stage(
+    zero: int, precision: str, axes: dict[str, int], folders: dict[str, Path]
+) -> None:
     steps = rows()
     want = reference(hf_model(MODELS["llama"]), steps, SGD)
     (got,) = train_layout(cp("a2a", zero=zero, precision=precision, **axes), [Job(str(folders["llama"]), SGD, steps)])

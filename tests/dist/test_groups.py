@@ -30,7 +30,9 @@ def _sums(rank: int, layout: ParallelLayout) -> tuple[dict[str, tuple[int, tuple
     return found, took
 
 
-@pytest.mark.parametrize("layout", [ParallelLayout(pp=2, cp=2, tp=2), ParallelLayout(dp=2, cp=2, tp=2), ParallelLayout(pp=2, dp=2, tp=2)])
+@pytest.mark.parametrize(
+    "layout", [ParallelLayout(pp=2, cp=2, tp=2), ParallelLayout(dp=2, cp=2, tp=2), ParallelLayout(pp=2, dp=2, tp=2)]
+)
 def test_sum_of_ranks_in_each_group(layout: ParallelLayout) -> None:
     for rank, (found, took) in enumerate(run_ranks(8, _sums, layout)):
         assert took < 20

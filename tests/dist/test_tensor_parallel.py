@@ -79,7 +79,9 @@ def _mlp_rank(rank: int, world: int, sp: bool) -> dict[str, Tensor]:
 def test_columns_then_rows(world: int, sp: bool) -> None:
     full = {k: v.double().requires_grad_(True) for k, v in _tensors().items()}
     hidden = torch.tanh(F.linear(full["x"], full["gate.weight"], full["gate.bias"]))
-    y = F.linear(hidden * F.linear(full["x"], full["up.weight"], full["up.bias"]), full["down.weight"], full["down.bias"])
+    y = F.linear(
+        hidden * F.linear(full["x"], full["up.weight"], full["up.bias"]), full["down.weight"], full["down.bias"]
+    )
     y.backward(full["dy"].detach())
     for rank, got in enumerate(run_ranks(world, _mlp_rank, world, sp and world > 1)):
         torch.testing.assert_close(got.pop("y").double(), y.detach(), rtol=1e-5, atol=1e-5)
@@ -128,7 +130,9 @@ def _vocab_rank(rank: int, world: int, sp: bool, chunk: int, dtype: torch.dtype)
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("world,sp,chunk", [(1, False, 1024), (2, False, 5), (2, True, 1024), (4, True, 3), (4, False, 16)])
+@pytest.mark.parametrize(
+    "world,sp,chunk", [(1, False, 1024), (2, False, 5), (2, True, 1024), (4, True, 3), (4, False, 16)]
+)
 def test_embedding_head_and_loss(world: int, sp: bool, chunk: int) -> None:
     """Odd vocabulary, padding rows preset to +10, chunks that do not divide the tokens, a tied matrix."""
     weight = _tensors()["table.weight"].double().requires_grad_(True)
