@@ -107,8 +107,8 @@ class OptimizerState:
         fragment = self.fragment(param, kind)
         if self.dp_cp.size == 1 and fragment is not None and fragment.values.numel() == shape.numel():
             return fragment.values.view(shape)
-        device = fragment.values.device if fragment is not None else param.device
-        whole = torch.zeros(shape.numel(), dtype=torch.float32, device=device)
+        # On the model's device even where the optimizer's memory is the host's: NCCL has no other.
+        whole = torch.zeros(shape.numel(), dtype=torch.float32, device=param.device)
         if fragment is not None:
             whole[fragment.start : fragment.start + fragment.values.numel()] = fragment.values
         if self.dp_cp.size > 1:
