@@ -81,6 +81,7 @@ def apply_aliases(owned: dict[str, Any], account: Account) -> None:
     tree = account.tree
     wanted = (
         ("rollout.model.model_path", "actor.model.model_path", is_rl(tree)),
+        ("rollout.model_dir", "actor.model.model_path", is_rl(tree)),  # RLinf's older name
         ("agentloop.is_dynamic_rollout_batch", "algorithm.multi_agent", is_rl(tree)),
         ("data.eval_data_paths", "data.val_data_paths", True),
         ("actor.model.vocab_size", "actor.model.padded_vocab_size", True),
@@ -143,6 +144,10 @@ def _start_weights(account: Account) -> list[ConfigError]:
     key, flag = "actor.model.megatron_checkpoint", get(tree, "actor.megatron.use_hf_ckpt")
     value = get(tree, key)
     if value is None:
+        if flag is False and account.foreign and get(tree, "actor.checkpoint_load_path") is None:
+            account.tell(
+                "use_hf_ckpt=False without megatron_checkpoint: RLinf has no start weights; ours are model_path's"
+            )
         return []
     if flag is True:
         rule = "exactly one of megatron_checkpoint and actor.megatron.use_hf_ckpt=True may name the start weights"

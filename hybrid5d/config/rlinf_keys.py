@@ -128,6 +128,12 @@ FOREIGN: dict[str, Foreign] = {
         "actor.",
     ),
     **_each("tokenizer.*", "RLinf passes on tokenizer_model only", "actor."),
+    **_each(
+        "checkpoint_load_path",
+        "an older name of model.megatron_checkpoint: weights in Megatron's format cannot be read",
+        "actor.",
+        loud=True,
+    ),
     # actor.model
     **_each(
         "gradient_accumulation_fusion masked_softmax_fusion persist_layer_norm "

@@ -65,7 +65,8 @@ def _owned(path: str, value: Any, plan: RunPlan | None) -> dict[str, Any]:
     if name == "cluster.component_placement" and "actor" not in [p.strip() for p in path.split(".", 2)[-1].split(",")]:
         return entry(path, value, "dropped", None, "placement of another component")
     if name == "actor.deepspeed" and path != name:
-        return entry(path, value, "deepspeed", path.removeprefix("actor.deepspeed."), "merged last")
+        why = "'auto': resolved from the YAML, or DeepSpeed's default" if value == "auto" else "merged last"
+        return entry(path, value, "deepspeed", path.removeprefix("actor.deepspeed."), why)
     found = schema_keys().get(name)
     why = found.description if found is not None else "a block of the schema"
     lost = _lost(name, plan)

@@ -318,6 +318,15 @@ def test_megatron_weights_without_a_hugging_face_folder(tmp_path: Path) -> None:
     assert "actor.model.megatron_checkpoint" in error_lines(load_config, write_yaml(tmp_path / "a.yaml", tree))
 
 
+def test_older_names_of_rlinf(tmp_path: Path) -> None:
+    tree = foreign(
+        rollout={"model_dir": "/models/old"}, actor__model__model_path=None, actor__checkpoint_load_path="/m"
+    )
+    config = load_config(write_yaml(tmp_path / "a.yaml", tree))
+    assert config.actor.model.model_path == "/models/old"
+    assert any("checkpoint_load_path" in n for n in config.account.notices)
+
+
 def test_conflicting_precision_flags_name_both_keys(tmp_path: Path) -> None:
     lines = refused(tmp_path, actor__model__precision="bf16", actor__optim__fp16=True)
     assert len(lines) == 1 and "actor.model.precision" in lines["actor.optim.fp16"]
