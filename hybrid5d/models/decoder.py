@@ -273,7 +273,9 @@ def decoder_layers(
     sp = ctx.sequence_parallel
 
     def embedding() -> nn.Module:
-        return Embedding(spec.vocab_size, spec.hidden_size, EMBEDDING, ctx.tp, sequence_parallel=sp)
+        pad = spec.pad_token_id  # HF's embedding gives this id no gradient; negative ids count from the end
+        pad = pad + spec.vocab_size if pad is not None and pad < 0 else pad
+        return Embedding(spec.vocab_size, spec.hidden_size, EMBEDDING, ctx.tp, sequence_parallel=sp, padding_idx=pad)
 
     def block(index: int) -> Callable[[], nn.Module]:
         def build() -> nn.Module:

@@ -205,9 +205,19 @@ class VocabParallelEmbedding(nn.Module):
     """Embedding with rows cut over tp: ids [b, s] -> [b, s, H] all-reduced ([b, s/n, H] reduce-scattered with SP).
 
     The vocabulary is padded to a multiple of tp; padding rows stay zero, have no piece and are never looked up.
+    `padding_idx`: an id whose look-ups give no gradient, as in torch's Embedding.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, name: str, axis: Axis, *, sequence_parallel: bool = False):
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        name: str,
+        axis: Axis,
+        *,
+        sequence_parallel: bool = False,
+        padding_idx: int | None = None,
+    ):
         super().__init__()
         self.axis, self.sequence_parallel, self.vocab_size = axis, sequence_parallel, vocab_size
         self.rows = padded_vocab_size(vocab_size, axis.size) // axis.size
@@ -215,13 +225,15 @@ class VocabParallelEmbedding(nn.Module):
         stop = min(self.vocab_start + self.rows, vocab_size)
         start = min(self.vocab_start, stop)
         piece = Piece(f"{name}.weight", (vocab_size, hidden_size), 0, start, stop)
+        mine = padding_idx is not None and start <= padding_idx < stop
+        self.padding_idx = padding_idx - start if padding_idx is not None and mine else None
         weight = nn.Parameter(torch.zeros(self.rows, hidden_size))
         self.weight = annotate(weight, [piece], sharded=axis.size > 1)
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.axis.size == 1:
-            return F.embedding(ids, self.weight)
+            return F.embedding(ids, self.weight, self.padding_idx)
         local = ids - self.vocab_start
         outside = (local < 0) | (local >= self.rows)
-        rows = F.embedding(local.masked_fill(outside, 0), self.weight)
+        rows = F.embedding(local.masked_fill(outside, 0), self.weight, self.padding_idx)
         return leave_tp(rows.masked_fill(outside.unsqueeze(-1), 0.0), self.axis, self.sequence_parallel)
