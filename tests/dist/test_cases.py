@@ -144,13 +144,15 @@ def test_h06_frozen_parameters(layout: Layout, pattern: str, folders: dict[str, 
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_h06_stage_without_layers(zero: int, tmp_path: Path) -> None:
-    """pp 4 with 3 layers: the first stage holds the embedding alone, so no norm weight."""
-    config = {**MODELS["llama"], "num_hidden_layers": 3}
+@pytest.mark.parametrize("layers,keys", [(3, {}), (2, {}), (3, {"decoder_first_pipeline_num_layers": 0})])
+def test_h06_stage_without_layers(zero: int, layers: int, keys: dict[str, int], tmp_path: Path) -> None:
+    """pp 4 with 2 or 3 layers: a stage holds the embedding alone (no norm weight), or norm and head alone."""
+    config = {**MODELS["llama"], "num_hidden_layers": layers}
     folder = save_model(config, tmp_path / "m")
     steps = [make_rows(4, 16, 101, seed=s) for s in range(3)]
-    for recipe in (Recipe(lr=0.5, clip=0.4), Recipe("adamw", lr=1e-2, eps=1e-3, clip=0.4, weight_decay=0.1)):
-        (got,) = train_layout(Layout(pp=4, zero=zero), [Job(str(folder), recipe, steps)])
+    recipes = (Recipe(lr=0.5, clip=0.4), Recipe("adamw", lr=1e-2, eps=1e-3, clip=0.4, weight_decay=0.1))
+    layout = Layout(pp=4, zero=zero, model=keys)
+    for recipe, got in zip(recipes, train_layout(layout, [Job(str(folder), r, steps) for r in recipes])):
         compare(got, reference(hf_model(config), steps, recipe))
 
 
