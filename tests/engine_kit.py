@@ -71,7 +71,8 @@ def config_dict(layout: Layout, recipe: Recipe, folder: str, global_batch: int) 
     }
     if layout.zero > 1:
         actor["deepspeed"] = {"zero_optimization": {"stage": layout.zero}}
-    actor.update(layout.extra)
+    optim.update(layout.extra.get("optim", {}))
+    actor.update({k: v for k, v in layout.extra.items() if k != "optim"})
     data = {"type": "tokens", "packing": layout.packing}
     return {"runner": {"task_type": "sft", "max_steps": recipe.steps}, "data": data, "actor": actor}
 

@@ -85,6 +85,9 @@ VARIANTS = [
     Layout(micro=4, pp=2, cp=2),
     Layout(micro=2, tp=2, pp=2, cp=2, sp=True),
     Layout(micro=2, dp=2, pp=2, tp=2),
+    Layout(2, 2, dp=2, sp=True, extra={"optim": {"overlap_grad_reduce": True}}),
+    Layout(2, dp=2, sp=True, zero=2, extra={"optim": {"overlap_grad_reduce": True}}),
+    Layout(2, 2, dp=2, sp=True, extra={"megatron": {"ddp_bucket_size": 500}}),
 ]
 
 
