@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine_kit import Layout, Shards, assemble, build_engine, relative, shards
+from tests.engine_kit import Layout, Shards, assemble, build_engine, relative
 from tests.harness import RankFailure, run_ranks
 from tests.kit import MODELS, Recipe, make_rows, save_model, step_batch
 
@@ -28,12 +28,13 @@ def _state_of(engine: Any) -> dict[str, Shards]:
     access = OptimizerState(engine.ds.optimizer, engine.ctx.dp_cp)
     found: dict[str, Shards] = {}
     for kind in ("weight", *access.moments()):
-        values = {}
+        found[kind] = []
         for p in engine.module.parameters():
             if getattr(p, "pieces", ()) and (p.requires_grad or kind == "weight"):
                 whole = access.gather(p, kind, 0)
-                values[p] = None if whole is None else whole.reshape(getattr(p, "ds_shape", p.shape))
-        found[kind] = shards(engine.module, values.get) if engine.ctx.dp_cp.rank == 0 else []
+                if whole is not None:
+                    values = whole.float().reshape(getattr(p, "ds_shape", p.shape))
+                    found[kind] += [(piece, piece.local_view(values).numpy().copy()) for piece in p.pieces]
     return found
 
 

@@ -96,6 +96,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     source = source_folder("qwen3", root / "source")
     hf_model(MODELS["qwen3"]).save_pretrained(source, max_shard_size="40KB")
     (source / "model.safetensors").unlink()
+    (source / "generation_config.json").write_text(CARRIED["generation_config.json"])
     index = json.loads((source / "model.safetensors.index.json").read_text())
     index["weight_map"]["lm_head.weight"] = index["weight_map"]["model.embed_tokens.weight"]
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
