@@ -4,8 +4,10 @@ from hybrid5d.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    annotate,
     column_linear,
     padded_vocab_size,
+    replicated_piece,
     row_linear,
 )
 from hybrid5d.tensor_parallel.loss import (
@@ -23,10 +25,12 @@ __all__ = [
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "VocabShard",
+    "annotate",
     "column_linear",
     "linear_cross_entropy",
     "linear_logprobs",
     "padded_vocab_size",
+    "replicated_piece",
     "row_linear",
     "vocab_parallel_argmax",
     "vocab_parallel_cross_entropy",
