@@ -153,7 +153,8 @@ def read_hf_folder(folder: str | Path) -> tuple[HfWeights, list[ConfigError]]:
     tensors: dict[str, tuple[Path, TensorHeader]] = {}
     for name in files:
         try:
-            tensors.update({n: (folder / name, h) for n, h in read_header(folder / name).items()})
+            path = folder / name
+            tensors.update({n: (path, h) for n, h in read_header(path).items()})
         except HeaderError as exc:
             errors.append(ConfigError(KEY, str(folder), str(exc), "download or save the file again"))
     if not errors:
@@ -229,11 +230,17 @@ def check_tensors(weights: HfWeights, expected: Mapping[str, tuple[int, ...]], t
     return errors
 
 
-def check_hf_folder(folder: str | Path, spec: ModelSpec) -> list[ConfigError]:
-    """Everything that keeps `folder`'s weights from being loaded into the model, from headers alone; [] = sound."""
+def inspect_hf_folder(folder: str | Path, spec: ModelSpec) -> tuple[HfWeights, list[ConfigError]]:
+    """Where a folder's tensors are, and everything that keeps them from being loaded into the model ([] = sound)."""
     if spec.raw.get("quantization_config"):
         method = spec.raw["quantization_config"].get("quant_method")
         rule = f"config.json declares quantised weights ({method})"
-        return [ConfigError(KEY, str(folder), rule, "dequantise the model and save it without quantization_config")]
+        fix = "dequantise the model and save it without quantization_config"
+        return HfWeights(Path(folder)), [ConfigError(KEY, str(folder), rule, fix)]
     weights, errors = read_hf_folder(folder)
-    return errors or check_tensors(weights, expected_tensors(spec), spec.tie_word_embeddings)
+    return weights, errors or check_tensors(weights, expected_tensors(spec), spec.tie_word_embeddings)
+
+
+def check_hf_folder(folder: str | Path, spec: ModelSpec) -> list[ConfigError]:
+    """Everything that keeps `folder`'s weights from being loaded into the model, from headers alone; [] = sound."""
+    return inspect_hf_folder(folder, spec)[1]

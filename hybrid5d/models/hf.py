@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from hybrid5d.config.errors import CheckpointError, ConfigErrors
-from hybrid5d.config.hf_files import HfWeights, check_hf_folder, has_safetensors, read_hf_folder
+from hybrid5d.config.hf_files import HfWeights, has_safetensors, inspect_hf_folder
 from hybrid5d.config.model_spec import ModelSpec
 from hybrid5d.parallel.agree import together, world_axis
 from hybrid5d.parallel.context import Axis
@@ -110,9 +110,9 @@ def _fill(param: nn.Parameter, weights: HfWeights, files: TensorFiles, faults: l
 
 
 def _load_local(module: nn.Module, folder: Path, spec: ModelSpec) -> LoadReport:
-    if errors := check_hf_folder(folder, spec):
+    weights, errors = inspect_hf_folder(folder, spec)
+    if errors:
         raise ConfigErrors(errors)
-    weights, _ = read_hf_folder(folder)
     faults: list[str] = []
     with TensorFiles() as files, torch.no_grad():
         for param in module.parameters():
