@@ -26,7 +26,7 @@ class ContextParallelAttention(nn.Module):
     """Attention core of one layer. No parameters.
 
     Args:
-        cp: the context-parallel axis.
+        cp: the context-parallel axis, or its process group (so too the next two).
         method: one of `p2p` (ring), `a2a` (Ulysses), `a2a+p2p`, `all_gather`; the plans must be built for the same.
         ulysses, ring: the two axes of `a2a+p2p` (from `hybrid_axes`); the other methods use `cp`.
         softmax_scale: default 1/sqrt(d).
@@ -38,22 +38,24 @@ class ContextParallelAttention(nn.Module):
 
     def __init__(
         self,
-        cp: Axis,
+        cp: Axis | dist.ProcessGroup,
         method: str = "p2p",
-        ulysses: Axis | None = None,
-        ring: Axis | None = None,
+        ulysses: Axis | dist.ProcessGroup | None = None,
+        ring: Axis | dist.ProcessGroup | None = None,
         softmax_scale: float | None = None,
         kernel: str | Kernel = "auto",
     ):
         super().__init__()
-        one = Axis.single()
-        if method == "a2a+p2p":
-            if ulysses is None or ring is None or ulysses.size * ring.size != cp.size:
-                raise ValueError("a2a+p2p needs a Ulysses and a ring axis whose sizes multiply to that of cp")
-            self.ulysses, self.ring = ulysses, ring
+        one, self.cp = Axis.single(), _as_axis(cp)
+        if method == "a2a+p2p" and self.cp.size > 1:
+            if ulysses is None or ring is None:
+                raise ValueError("a2a+p2p needs a Ulysses and a ring axis: see hybrid_axes")
+            self.ulysses, self.ring = _as_axis(ulysses), _as_axis(ring)
+            if self.ulysses.size * self.ring.size != self.cp.size:
+                raise ValueError(f"ulysses {self.ulysses.size} * ring {self.ring.size} must be cp {self.cp.size}")
         else:
-            self.ulysses, self.ring = (cp, one) if method == "a2a" else (one, cp)
-        self.cp, self.method, self.softmax_scale, self.kernel = cp, method, softmax_scale, kernel
+            self.ulysses, self.ring = (self.cp, one) if method == "a2a" else (one, self.cp)
+        self.method, self.softmax_scale, self.kernel = method, softmax_scale, kernel
         self.traffic = Traffic()
 
     def kernel_name(self, device: torch.device, dtype: torch.dtype, head_dim: int = 64) -> str:
@@ -72,6 +74,9 @@ class ContextParallelAttention(nn.Module):
             raise ValueError(f"plan is for {plan.method} {plan.ulysses}x{plan.ring}, not this module's axes")
         if q.shape[:2] != (plan.batch, plan.local_length):
             raise ValueError(f"q is {tuple(q.shape[:2])}, the plan says {(plan.batch, plan.local_length)}")
+        if k.shape != v.shape or k.shape[:2] != q.shape[:2] or q.shape[2] % k.shape[2]:
+            raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not belong together")
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         scale = q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
         setup = RingSetup(self.ring, plan, self._kernel(q.device, q.dtype, q.shape[-1]), scale, window, self.traffic)
         q, k, v = to_heads(q, k, v, self.ulysses, self.traffic)

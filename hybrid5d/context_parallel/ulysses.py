@@ -9,21 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hybrid5d.context_parallel.comm import Traffic, all_to_all
 from hybrid5d.context_parallel.transport import accumulate_dtype
 from hybrid5d.parallel.context import Axis
 
 
-def kv_heads_per_rank(num_kv_heads: int, degree: int) -> int:
-    """kv heads each Ulysses rank attends with: its share, or one where there are fewer heads than ranks.
-
-    Raises:
-        ValueError: neither divides the other, so a rank's query heads would need parts of several groups.
-    """
-    if num_kv_heads % degree and degree % num_kv_heads:
-        raise ValueError(f"{num_kv_heads} local kv heads and Ulysses degree {degree}: one must divide the other")
-    return max(1, num_kv_heads // degree)
+def _check(q_heads: int, kv_heads: int, degree: int) -> None:
+    if q_heads % degree:
+        raise ValueError(f"{q_heads} local query heads do not divide by Ulysses degree {degree}")
+    if kv_heads % degree and degree % kv_heads:
+        raise ValueError(f"{kv_heads} local kv heads and Ulysses degree {degree}: one must divide the other")
 
 
 def _parts(x: Tensor, degree: int) -> Tensor:
@@ -59,6 +56,7 @@ class _ToHeads(torch.autograd.Function):
         return tuple(map(_long, received))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         n = ctx.axis.size
         q_shape, (b, s, kv, d) = ctx.shape
@@ -81,6 +79,7 @@ class _ToSequence(torch.autograd.Function):
         return result
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         parts = _parts(grads[0], ctx.axis.size)
         received = parts.new_empty(parts.shape)
@@ -98,9 +97,7 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, traffic: Traffic | Non
     """
     if axis.size == 1:
         return q, k, v
-    if q.shape[2] % axis.size:
-        raise ValueError(f"{q.shape[2]} local query heads do not divide by Ulysses degree {axis.size}")
-    kv_heads_per_rank(k.shape[2], axis.size)
+    _check(q.shape[2], k.shape[2], axis.size)
     return _ToHeads.apply(q, k, v, axis, traffic)
 
 

@@ -194,10 +194,14 @@ def library(rank: int, world: int) -> float:
         index = SequencePlan.build(((24,),), world, method).source_index(rank)[0]
         q, k, v = (x[index][None] for x in full[:3])
         worst = max(worst, (attend(q, k, v, group)[0] - right[index]).abs().max().item())
+    odd = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k, v)]  # last stride not 1
+    worst = max(worst, (ulysses_attention(*odd)[0] - right[index]).abs().max().item())
+    with pytest.raises(ValueError, match="do not belong together"):
+        ulysses_attention(q, k[:, :3], v[:, :3])
     with pytest.raises(ValueError, match="multiple of 4"):
         ring_attention(q[:, :3], k[:, :3], v[:, :3])
     with pytest.raises(ValueError, match="3 local query heads"):
-        ulysses_attention(q[:, :, :3], k, v)
+        ulysses_attention(q[:, :, :3], k[:, :, :1], v[:, :, :1])
     with pytest.raises(ValueError, match="3 local kv heads"):
         to_heads(q[:, :, :6], q[:, :, :3], q[:, :, :3], Axis.from_group(None))
     with pytest.raises(ValueError, match="plan is for a2a"):
