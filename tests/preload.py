@@ -1,16 +1,34 @@
-"""Imported once by the fork server, so that every test rank starts warm."""
+"""Imported once by the fork server, so that every test rank starts warm.
+
+Each rank of each test would import these anew (and compile them where bytecode is not written).
+"""
 
 import contextlib
+import importlib
 import io
 import os
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(ImportError):
+MODULES = (
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "deepspeed.runtime.zero.muon.original_muon",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.utils",
+    "hybrid5d.cli.worker",
+    "hybrid5d.data.build",
+    "hybrid5d.engine.build",
+    "hybrid5d.engine.checkpoint",
+    "hybrid5d.engine.export",
+    "tests.engine_kit",
+)
+with contextlib.redirect_stdout(io.StringIO()):
+    for name in MODULES:
+        importlib.import_module(name)
     import deepspeed
-    import deepspeed.runtime.zero.muon.original_muon
     import torch
-    import torch._dynamo
-    import torch.distributed.tensor
 
     deepspeed.utils.logger.setLevel("WARNING")
     torch.set_num_threads(1)
