@@ -113,6 +113,7 @@ def _train(job: Job, plan: RunPlan, notices: Sequence[str]) -> None:
 
     _resume(job, engine, folder)
     if first:
+        say(f"attention kernel: {engine.attention_kernel}", sys.stdout)
         folder.write_environment(job.env, str(engine.device))
 
     def note(where: str) -> None:

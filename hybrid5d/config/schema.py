@@ -190,6 +190,9 @@ class ModelConfig(Block):
     hierarchical_context_parallel_sizes: tuple[Int, Int] | None = key(
         None, "a2a+p2p: [Ulysses degree, ring degree]; null: chosen from the kv heads", "ranks"
     )
+    attention_kernel: Literal["auto", "aten_cpu", "flash_attn", "aten_flash", "aten_efficient", "chunked"] = key(
+        "auto", "attention kernel; auto: the best one that device and dtype have"
+    )
     sequence_parallel: Bool = key(False, "SP: cut activations between TP regions along the sequence, same ranks as TP")
     decoder_first_pipeline_num_layers: Int | None = key(None, "decoder layers of the first stage", "layers", ge=0)
     decoder_last_pipeline_num_layers: Int | None = key(None, "decoder layers of the last stage", "layers", ge=0)

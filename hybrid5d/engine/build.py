@@ -11,17 +11,18 @@ from hybrid5d.config.errors import ConfigError, ConfigErrors
 from hybrid5d.config.hf_files import weights_wanted
 from hybrid5d.config.model_spec import ModelSpec
 from hybrid5d.context_parallel import ContextParallelAttention, hybrid_axes
+from hybrid5d.context_parallel.kernels import available_kernels
 from hybrid5d.engine.collate import SequenceOptions
 from hybrid5d.engine.distributed import ensure_distributed
-from hybrid5d.engine.engine import Engine, current_device
+from hybrid5d.engine.engine import DTYPES, Engine, current_device
 from hybrid5d.engine.parameters import freeze
 from hybrid5d.engine.pipeline_module import HybridPipelineModule, Recompute
 from hybrid5d.models.decoder import HeadOutput, LayerDef, decoder_layers
 from hybrid5d.models.hf import load_hf_weights
 from hybrid5d.models.init import init_weights
 from hybrid5d.parallel.context import Axis, ParallelContext
-from hybrid5d.plan.run import RunPlan
-from hybrid5d.plan.sequence_rules import default_ulysses
+from hybrid5d.plan.run import RunPlan, ranks_per_node
+from hybrid5d.plan.sequence_rules import ulysses_degree
 
 LayerFactory = Callable[
     [ModelSpec, ParallelContext, Callable[[], ContextParallelAttention], HeadOutput], list[LayerDef]
@@ -39,23 +40,20 @@ def sequence_options(plan: RunPlan) -> SequenceOptions:
 
 
 def ulysses_size(plan: RunPlan) -> int:
-    """Ulysses degree of `a2a+p2p`: as given, or the largest that local kv heads divide inside a node; else 1."""
-    model = plan.config.actor.model
-    if model.cp_comm_type != "a2a+p2p" or plan.layout.cp == 1 or plan.model is None:
-        return 1
-    if model.hierarchical_context_parallel_sizes:
-        return model.hierarchical_context_parallel_sizes[0]
-    return default_ulysses(plan.model.num_key_value_heads, plan.layout.tp, plan.layout.cp)
+    """Ulysses degree of this plan; 1 where its method has none."""
+    model, layout = plan.config.actor.model, plan.layout
+    kv_heads = plan.model.num_key_value_heads if plan.model else 1
+    sizes, node = model.hierarchical_context_parallel_sizes, ranks_per_node(plan.config, layout.world_size)
+    return ulysses_degree(model.cp_comm_type, sizes, kv_heads, layout.tp, layout.cp, node)
 
 
 def attention_factory(plan: RunPlan, ctx: ParallelContext) -> Callable[[], ContextParallelAttention]:
     """Makes the attention core of each layer; builds the Ulysses and ring groups once. Collective over the world."""
-    method = plan.config.actor.model.cp_comm_type
-    ulysses: Axis | None = None
-    ring: Axis | None = None
+    method, kernel = plan.config.actor.model.cp_comm_type, plan.config.actor.model.attention_kernel
+    ulysses, ring = Axis.single(), Axis.single()
     if ctx.cp.size > 1 and method == "a2a+p2p":
         ulysses, ring = hybrid_axes(ctx.layout, ctx.rank, ulysses_size(plan))
-    return lambda: ContextParallelAttention(ctx.cp, method=method, ulysses=ulysses, ring=ring)
+    return lambda: ContextParallelAttention(ctx.cp, method=method, ulysses=ulysses, ring=ring, kernel=kernel)
 
 
 def initialize(plan: RunPlan, layers: LayerFactory | None = None) -> Engine:
@@ -105,6 +103,11 @@ def _refuse_at_run_time(plan: RunPlan, spec: ModelSpec, device: torch.device) ->
     if plan.precision.dtype == "fp16" and device.type == "cpu":
         rule = "fp16 training does not run on a CPU"
         errors.append(ConfigError("actor.model.precision", "fp16", rule, "use bf16 or fp32 here, fp16 on a GPU"))
+    kernel = plan.config.actor.model.attention_kernel
+    names = available_kernels(device, DTYPES[plan.precision.dtype], spec.head_dim)
+    if kernel not in ("auto", *names):
+        rule = f"cannot run {plan.precision.dtype} on {device.type} with head size {spec.head_dim}"
+        errors.append(ConfigError("actor.model.attention_kernel", kernel, rule, f"use auto or {', '.join(names)}"))
     if spec.attention_dropout:
         key = "actor.model.model_path: config.json attention_dropout"
         errors.append(ConfigError(key, spec.attention_dropout, "dropout is not supported", "set it to 0.0"))

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid5d.config.errors import DataError
+from hybrid5d.context_parallel import choose_kernel
 from hybrid5d.data.types import IGNORE_INDEX, Document, MicroBatch, StepBatch
 from hybrid5d.engine.adapter import PipelineAdapter, PlainAdapter, build_adapter
 from hybrid5d.engine.collate import SequenceOptions, local_batch, real_tokens, sequence_plan, valid_tokens
@@ -93,9 +94,9 @@ class Engine:
         self.hidden_size = plan.model.hidden_size if plan.model else 0
         self.device = current_device()
         groups = parameter_groups(module)
-        dtype = DTYPES[plan.precision.dtype]
+        self.dtype = DTYPES[plan.precision.dtype]
         self.ds: PipelineAdapter | PlainAdapter = build_adapter(
-            module, ctx, plan.deepspeed, groups, plan.zero_stage, dtype
+            module, ctx, plan.deepspeed, groups, plan.zero_stage, self.dtype
         )
         self._agreed = False
         self._warned_no_targets = False
@@ -136,6 +137,12 @@ class Engine:
             rows_seen=batch.row_ids,
             skipped=bool(getattr(self.ds.optimizer, "overflow", False)),
         )
+
+    @property
+    def attention_kernel(self) -> str:
+        """Name of the attention kernel in use (`actor.model.attention_kernel` forces one)."""
+        head_dim = self.plan.model.head_dim if self.plan.model else 64
+        return choose_kernel(self.plan.config.actor.model.attention_kernel, self.device, self.dtype, head_dim).name
 
     @property
     def _divisor(self) -> int:

@@ -10,7 +10,7 @@ from hybrid5d.config.schema import MAX_RANKS, ModelConfig, RunConfig
 from hybrid5d.plan.deepspeed_config import asked_zero_stage
 from hybrid5d.plan.model import ModelNumbers
 from hybrid5d.plan.schedule import DEFAULT_DECAY_STEPS, warmup_steps
-from hybrid5d.plan.sequence_rules import check_heads, check_hierarchical, default_ulysses
+from hybrid5d.plan.sequence_rules import check_heads, check_hierarchical, ulysses_degree
 
 _M, _O, _L = "actor.model.", "actor.optim.", "actor.lr_sched."
 BACKENDS = ("tensorboard", "wandb", "swanlab")
@@ -43,7 +43,7 @@ def world_rules(config: RunConfig, world_size: int) -> list[ConfigError]:
     return [ConfigError("world_size", world_size, rule, f"start {near} processes, or lower a degree")]
 
 
-def head_rules(model: ModelConfig, numbers: ModelNumbers) -> list[ConfigError]:
+def head_rules(model: ModelConfig, numbers: ModelNumbers, ranks_per_node: int | None = None) -> list[ConfigError]:
     """Query and key/value heads against tp and, for Ulysses, cp."""
     errors: list[ConfigError] = []
     tp, heads, kv = model.tensor_model_parallel_size, numbers.num_attention_heads, numbers.num_key_value_heads
@@ -56,7 +56,7 @@ def head_rules(model: ModelConfig, numbers: ModelNumbers) -> list[ConfigError]:
         errors.append(ConfigError(key, tp, rule, f"use one of {_some(_tp_values(heads or kv, kv))}"))
     if not errors and heads is not None:
         cp, sizes = model.context_parallel_size, model.hierarchical_context_parallel_sizes
-        degree = sizes[0] if sizes is not None else default_ulysses(kv or heads, tp, cp)
+        degree = ulysses_degree(model.cp_comm_type, sizes, kv or heads, tp, cp, ranks_per_node)
         errors += check_heads(heads, kv or heads, tp, cp, model.cp_comm_type, degree)
     return errors
 

@@ -88,7 +88,11 @@ def assemble(
     batch, batch_errors = plan_batch(config, dp)
     errors += batch_errors if world_fits else []
     reading = read_model(config, training)
-    errors += reading.errors + rules.head_rules(model, reading.numbers) + rules.model_rules(model)
+    errors += (
+        reading.errors
+        + rules.head_rules(model, reading.numbers, ranks_per_node(config, world_size))
+        + rules.model_rules(model)
+    )
     stages, stage_errors = _stages(config, reading.numbers)
     errors += stage_errors + rules.schedule_rules(config) + rules.zero_rules(config)
     errors += rules.dynamic_rules(config) + rules.logger_rules(config)
@@ -112,6 +116,12 @@ def assemble(
         deepspeed=deepspeed,
     )
     return Assembly(replace(plan, notices=_notices(plan, reading)), reading.numbers, errors)
+
+
+def ranks_per_node(config: RunConfig, world_size: int) -> int:
+    """Processes of a node, from cluster.num_nodes; the whole world where they do not divide."""
+    nodes = max(config.cluster.num_nodes, 1)
+    return world_size // nodes if world_size % nodes == 0 else world_size
 
 
 def _recompute(config: RunConfig) -> RecomputePlan:

@@ -28,6 +28,15 @@ def default_ulysses(num_kv_heads: int, tp: int, cp: int, ranks_per_node: int | N
     return max(u for u in range(1, cp + 1) if cp % u == 0 and local % u == 0 and (u == 1 or node % (u * tp) == 0))
 
 
+def ulysses_degree(
+    method: str, sizes: tuple[int, ...] | None, num_kv_heads: int, tp: int, cp: int, ranks_per_node: int | None = None
+) -> int:
+    """Ulysses degree of `a2a+p2p`: as given in [ulysses, ring], else the default; 1 for the other methods."""
+    if method != "a2a+p2p" or cp == 1:
+        return 1
+    return sizes[0] if sizes else default_ulysses(num_kv_heads, tp, cp, ranks_per_node)
+
+
 def check_heads(
     num_q_heads: int, num_kv_heads: int, tp: int, cp: int, method: str, ulysses: int | None = None
 ) -> list[ConfigError]:

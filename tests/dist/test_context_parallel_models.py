@@ -12,7 +12,7 @@ import torch
 
 from hybrid5d.data.types import IGNORE_INDEX, Document
 from tests.engine_kit import Job, Layout, build_engine, compare, relative, train_layout
-from tests.harness import run_ranks
+from tests.harness import RankFailure, run_ranks
 from tests.kit import MODELS, Recipe, hf_model, make_packed_rows, make_rows, reference, step_batch
 
 SGD = Recipe(lr=0.5, steps=2)
@@ -55,7 +55,7 @@ NEIGHBOURS = [
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("axes", NEIGHBOURS, ids=lambda a: str(Layout(**a)))
 def test_methods_equal_one_process(method: str, axes: dict[str, Any], folders: dict[str, Path]) -> None:
-    """GQA 4/2: at cp 4 and at tp 2 x cp 2 Ulysses repeats kv heads (N17); odd lengths; micro-batches above one (N15)."""
+    """GQA 4/2: at cp 4 and at tp 2 x cp 2 Ulysses repeats kv heads (N17); odd lengths; micro-batches (N15)."""
     check(cp(method, **axes), folders, ["llama", "qwen3"], rows())
     check(cp(method, **axes), folders, ["qwen2"], rows(), ADAM)
 
@@ -81,6 +81,17 @@ def test_sliding_windows(method: str, folders: dict[str, Path]) -> None:
     models = ["mistral_window", "qwen2_window"]
     check(cp(method, cp=2, tp=2, sp=True), folders, models, rows())
     check(cp(method, cp=2, packing="documents"), folders, models, packed())
+
+
+def test_forced_kernel_and_methods_without_cp(folders: dict[str, Path]) -> None:
+    """attention_kernel: the slow reference kernel trains to the same numbers; a method is harmless at cp 1."""
+    for method in METHODS:
+        check(Layout(model={"attention_kernel": "chunked", "cp_comm_type": method}), folders, ["qwen3"], rows())
+
+
+def test_kernel_that_is_not_here_is_refused(folders: dict[str, Path]) -> None:
+    with pytest.raises(RankFailure, match="attention_kernel='flash_attn': cannot run fp32 on cpu with head size 8"):
+        check(Layout(model={"attention_kernel": "flash_attn"}), folders, ["llama"], rows())
 
 
 def test_sliding_windows_without_cp(folders: dict[str, Path]) -> None:
