@@ -1,0 +1,201 @@
+"""What each axis costs: the same model and batch as one process (2 threads) and as 2 ranks (1 thread each).
+
+python benchmarks/axes.py [--rounds 5] [--axes tp2 pp2] [--json FILE]
+
+8 layers, hidden 512, 8 heads, 4 kv heads, MLP 1408, vocabulary 8192, 8 rows of 512 tokens in 8 micro-batches, fp32,
+AdamW. Both sides live at the same time and take turns, one optimizer step each, so that a machine that slows down does
+so for both. CPU-seconds are those of all threads of all ranks. A ratio above the bound of 1.35 ends with exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BOUND = 1.35
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 8192, "hidden_size": 512,
+    "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 64, "hidden_act": "silu", "max_position_embeddings": 2048, "initializer_range": 0.02, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "attention_bias": False, "tie_word_embeddings": False,
+}  # fmt: skip
+ROWS, LENGTH = 8, 512
+AXES: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2+sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
+    "dp2": {},
+}
+
+
+# --- one rank -------------------------------------------------------------------------------------------------------
+
+
+def build(folder: str, axis: str, world: int) -> Any:
+    """This rank's engine and its rows."""
+    import numpy as np
+
+    from hybrid5d import initialize
+    from hybrid5d.config.schema import RunConfig
+    from hybrid5d.data.types import Document, StepBatch, shift_labels
+    from hybrid5d.plan.run import build_plan
+
+    config = RunConfig.model_validate({
+        "runner": {"task_type": "sft", "max_steps": 100, "seq_length": LENGTH},
+        "data": {"type": "tokens"},
+        "actor": {
+            "micro_batch_size": 1, "global_batch_size": ROWS,
+            "model": {"model_path": folder, "load_weights": False, **(AXES[axis] if world > 1 else {})},
+            "optim": {"lr": 1e-4}, "lr_sched": {"lr_decay_style": "constant"},
+        },
+    })  # fmt: skip
+    engine = initialize(build_plan(config, world, training=False))
+    ids = np.random.default_rng(0).integers(0, MODEL["vocab_size"], (ROWS, LENGTH))
+    mine = [Document(row, shift_labels(row), i) for i, row in enumerate(ids)][engine.ctx.dp.rank :: engine.ctx.dp.size]
+    return engine, StepBatch(tuple(((d,),) for d in mine), tuple(range(ROWS)))
+
+
+def rank_main(folder: str, axis: str) -> None:
+    """Answer each line of standard input with one step: `{"wall": s, "cpu": s, "loss": x}`."""
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    answers, sys.stdout = sys.stdout, sys.stderr  # libraries print; the pipe is for answers
+    engine, batch = build(folder, axis, int(os.environ.get("WORLD_SIZE", "1")))
+    for _ in sys.stdin:
+        cpu, wall = _cpu_seconds(), time.perf_counter()
+        result = engine.train_batch(batch)
+        answer = {"wall": time.perf_counter() - wall, "cpu": _cpu_seconds() - cpu, "loss": result.loss}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+# --- both sides -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Side:
+    """The ranks of one layout, waiting for their turn."""
+
+    ranks: list[subprocess.Popen[str]]
+
+    @classmethod
+    def start(cls, folder: str, axis: str, world: int) -> Side:
+        """Start `world` ranks that share two threads."""
+        port = _free_port()
+        common = {
+            **os.environ, "OMP_NUM_THREADS": str(2 // world), "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu",
+            "CUDA_VISIBLE_DEVICES": "", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_LOG_LEVEL": "error",
+        }  # fmt: skip
+        words = [sys.executable, __file__, "--rank", folder, axis]
+        ranks = []
+        for rank in range(world):
+            place = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)} if world > 1 else {}
+            pipe = subprocess.PIPE
+            ranks.append(subprocess.Popen(
+                words, env={**common, **place}, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True,
+            ))  # fmt: skip
+        return cls(ranks)
+
+    def step(self) -> dict[str, float]:
+        """One optimizer step; CPU-seconds of all ranks, wall time of the slowest."""
+        for rank in self.ranks:
+            assert rank.stdin is not None
+            rank.stdin.write("step\n")
+            rank.stdin.flush()
+        answers = []
+        for rank in self.ranks:
+            assert rank.stdout is not None
+            line = rank.stdout.readline()
+            if not line:
+                raise SystemExit(f"a rank ended with code {rank.wait()}")
+            answers.append(json.loads(line))
+        return {
+            "wall": max(a["wall"] for a in answers),
+            "cpu": sum(a["cpu"] for a in answers),
+            "loss": answers[0]["loss"],
+        }
+
+    def stop(self) -> None:
+        """End the ranks."""
+        for rank in self.ranks:
+            rank.kill()
+            rank.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def compare(folder: str, axis: str, rounds: int) -> dict[str, Any]:
+    """Medians of both sides over `rounds` turns after one to warm up."""
+    one, two = Side.start(folder, axis, 1), Side.start(folder, axis, 2)
+    try:
+        turns = [(one.step(), two.step()) for _ in range(rounds + 1)]
+    finally:
+        one.stop()
+        two.stop()
+    for single, ranks in turns:
+        if abs(single["loss"] - ranks["loss"]) > 1e-4:
+            raise SystemExit(f"{axis}: losses differ: {single['loss']} and {ranks['loss']}")
+    middle = {
+        f"{side}_{kind}": statistics.median(turn[i][kind] for turn in turns[1:])
+        for i, side in enumerate(("one", "two"))
+        for kind in ("cpu", "wall")
+    }
+    cpu = statistics.median(t[1]["cpu"] / t[0]["cpu"] for t in turns[1:])
+    speed = statistics.median(t[0]["wall"] / t[1]["wall"] for t in turns[1:])
+    return {"axis": axis, "cpu_ratio": cpu, "speed_ratio": speed, **middle}
+
+
+def main() -> int:
+    """Compare the axes and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="turns that count")
+    parser.add_argument("--axes", nargs="+", choices=list(AXES), default=list(AXES))
+    parser.add_argument("--json", type=Path, help="write the numbers to a file")
+    parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        rank_main(*args.rank)
+        return 0
+    found = []
+    print(f"{'axis':<8}{'CPU-s/step':>12}{'one':>8}{'ratio':>8}{'tok/s':>10}{'one':>8}{'ratio':>8}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+        for axis in args.axes:
+            r = compare(folder, axis, args.rounds)
+            found.append(r)
+            tokens = ROWS * LENGTH
+            print(
+                f"{axis:<8}{r['two_cpu']:>12.2f}{r['one_cpu']:>8.2f}{r['cpu_ratio']:>8.2f}"
+                f"{tokens / r['two_wall']:>10.0f}{tokens / r['one_wall']:>8.0f}{r['speed_ratio']:>8.2f}",
+                flush=True,
+            )
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    over = [r["axis"] for r in found if r["cpu_ratio"] > BOUND]
+    print(f"above the bound of {BOUND}: {', '.join(over)}" if over else f"all within the bound of {BOUND}")
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
