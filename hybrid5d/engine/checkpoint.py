@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,176 +16,20 @@ import torch
 from torch import nn
 
 from hybrid5d.config import checkpoint_files as files
-from hybrid5d.config.checkpoint_files import WEIGHT, Manifest, Run, StoredFile, StoredTensor
+from hybrid5d.config.checkpoint_files import WEIGHT, Manifest
 from hybrid5d.config.errors import CheckpointError
+from hybrid5d.engine.checkpoint_shards import RNG, layout_of, shard_files, write_shards
 from hybrid5d.engine.optimizer_state import OptimizerState, full_shape
 from hybrid5d.engine.sidecar import copy_sidecar
 from hybrid5d.models.hf import TensorFiles, zero_padding
-from hybrid5d.models.safetensors_writer import SafetensorsWriter
 from hybrid5d.models.stored import fill_from_runs
-from hybrid5d.parallel.agree import gather_objects, raise_together, together, world_axis
+from hybrid5d.parallel.agree import gather_objects, together, world_axis
 from hybrid5d.parallel.pieces import Piece, pieces_of
 
 if TYPE_CHECKING:
     from hybrid5d.engine.engine import Engine
 
-RNG = "rng/cpu"
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """One stored run as a rank declares it: `kind` of `piece`, out of local parameter number `index`."""
-
-    index: int
-    kind: str
-    piece: Piece
-    run: Run
-
-    @property
-    def key(self) -> str:
-        return self.run.key(self.piece.name, self.kind)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(b - a for a, b in self.run.box(self.piece.full_shape))
-
-
 # --- saving ---------------------------------------------------------------------------------------------------------
-
-
-def saved_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters this stage and tp rank save: those with an HF name that no lower stage or tp rank saves too."""
-    return [
-        p
-        for p in module.parameters()
-        if any(piece.replica == 0 for piece in pieces_of(p)) and not getattr(p, "ds_pipe_replicated", False)
-    ]
-
-
-def deal_owners(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Spread parameters over `ranks` by size: the largest left goes to the least loaded; the same on every rank."""
-    load, owner = [0] * ranks, [0] * len(sizes)
-    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        rank = min(range(ranks), key=lambda r: (load[r], r))
-        owner[i] = rank
-        load[rank] += sizes[i]
-    return owner
-
-
-class _ShardSaver:
-    """Writes this rank's files. An OS error is kept, not raised, so that the gathers of the other ranks go on."""
-
-    def __init__(self, engine: Engine, folder: Path, moments: tuple[str, ...]):
-        ctx = engine.ctx
-        self.state = OptimizerState(engine.ds.optimizer, ctx.dp_cp)
-        self.folder, self.moments, self.dp_cp = folder, moments, ctx.dp_cp
-        self.params = saved_parameters(engine.module)
-        self.owner = deal_owners([full_shape(p).numel() for p in self.params], ctx.dp_cp.size)
-        shard = f"pp{ctx.pp.rank:02d}-tp{ctx.tp.rank:02d}"
-        self.model_file, self.optim_file = (
-            f"model-{shard}.safetensors",
-            f"optim-{shard}-dp{ctx.dp_cp.rank:02d}.safetensors",
-        )
-        self.failure: OSError | None = None
-        self.files: dict[str, StoredFile] = {}
-        self.entries: list[_Entry] = []
-
-    def _declare(self, file: str, kinds: Sequence[str]) -> list[_Entry]:
-        found = []
-        for i, param in enumerate(self.params):
-            owner = 0 if kinds == (WEIGHT,) else self.owner[i]
-            if owner != self.dp_cp.rank or (kinds != (WEIGHT,) and not param.requires_grad):
-                continue
-            for kind in kinds:
-                for piece in pieces_of(param):
-                    if piece.replica == 0 and piece.length:
-                        found.append(_Entry(i, kind, piece, Run(file, piece.dim, piece.start, piece.stop)))
-        return found
-
-    def _write(self, file: str, kinds: tuple[str, ...], extra: Mapping[str, torch.Tensor]) -> None:
-        """Gather and write `kinds` of every parameter. Collective over dp_cp."""
-        entries = self._declare(file, kinds)
-        layout = {e.key: (self._dtype(e), e.shape) for e in entries}
-        layout |= {name: (t.dtype, tuple(t.shape)) for name, t in extra.items()}
-        writer = self._open(file, layout) if layout else None
-        try:
-            self._write_entries(writer, entries, kinds)
-            for name, tensor in extra.items():
-                self._put(writer, name, tensor)
-        finally:
-            if writer is not None:
-                self._close(writer, file)
-        self.entries += entries
-
-    def _write_entries(self, writer: SafetensorsWriter | None, entries: list[_Entry], kinds: tuple[str, ...]) -> None:
-        for i, param in enumerate(self.params):
-            if kinds != (WEIGHT,) and not param.requires_grad:
-                continue
-            owner = 0 if kinds == (WEIGHT,) else self.owner[i]
-            for kind in kinds:
-                whole = self.state.gather(param, kind, owner)
-                for e in (e for e in entries if e.index == i and e.kind == kind):
-                    assert whole is not None
-                    self._put(writer, e.key, e.piece.local_view(whole))
-
-    def _dtype(self, entry: _Entry) -> torch.dtype:
-        param = self.params[entry.index]
-        return torch.float32 if param.requires_grad else param.dtype
-
-    def _open(self, file: str, layout: Mapping[str, Any]) -> SafetensorsWriter | None:
-        try:
-            return SafetensorsWriter(self.folder / file, layout)
-        except OSError as exc:
-            self.failure = self.failure or exc
-            return None
-
-    def _put(self, writer: SafetensorsWriter | None, key: str, values: torch.Tensor) -> None:
-        if writer is None or self.failure is not None:
-            return
-        try:
-            writer.write(key, values)
-        except OSError as exc:
-            exc.filename = exc.filename or str(writer.path)
-            self.failure = exc
-
-    def _close(self, writer: SafetensorsWriter, file: str) -> None:
-        try:
-            writer.__exit__(*((None, None, None) if self.failure is None else (OSError, self.failure, None)))
-        except OSError as exc:
-            exc.filename = exc.filename or str(writer.path)
-            self.failure = self.failure or exc
-        self.files[file] = StoredFile(writer.size, writer.crc32)
-
-    def save(self) -> None:
-        """Masters by dp_cp rank 0 of each shard, moments by their owners, random state by every rank."""
-        self._write(self.model_file, (WEIGHT,), {})
-        self._write(self.optim_file, self.moments, {RNG: torch.get_rng_state()})
-
-
-def _layout_of(engine: Engine) -> dict[str, Any]:
-    layout, plan = engine.ctx.layout, engine.plan
-    degrees = {a: getattr(layout, a) for a in ("pp", "dp", "cp", "tp")}
-    name = type(engine.ds.optimizer.optimizer).__name__
-    more = {"sequence_parallel": engine.ctx.sequence_parallel, "zero_stage": plan.zero_stage, "optimizer": name}
-    return {**degrees, **more}
-
-
-def _merge(
-    reports: list[tuple[dict[str, StoredFile], list[tuple[str, tuple[int, ...], bool, str, Run]]]],
-) -> tuple[dict[str, StoredTensor], dict[str, StoredFile]]:
-    """Put the ranks' declarations together."""
-    stored: dict[str, StoredFile] = {}
-    runs: dict[str, dict[str, list[Run]]] = {}
-    about: dict[str, tuple[tuple[int, ...], bool]] = {}
-    for rank_files, entries in reports:
-        stored.update(rank_files)
-        for name, shape, trainable, kind, run in entries:
-            about[name] = (shape, trainable)
-            runs.setdefault(name, {}).setdefault(kind, []).append(run)
-    tensors = {
-        name: StoredTensor(*about[name], {kind: tuple(r) for kind, r in kinds.items()}) for name, kinds in runs.items()
-    }
-    return tensors, stored
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -224,36 +67,6 @@ def _publish(root: Path, temporary: Path, final: Path) -> None:
 def _prepare(root: Path, temporary: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     (temporary / files.ACTOR).mkdir(parents=True)
-
-
-def write_shards(engine: Engine, folder: Path, moments: tuple[str, ...], state: Mapping[str, Any]) -> Manifest:
-    """Every rank writes its shard into `folder`, which exists; returns the manifest. Collective over the world.
-
-    Raises:
-        CheckpointError: a rank could not write; on all ranks.
-    """
-    axis = world_axis()
-    saver = _ShardSaver(engine, folder, moments)
-    saver.save()
-    raise_together(axis, saver.failure)
-    declared = [
-        (e.piece.name, e.piece.full_shape, saver.params[e.index].requires_grad, e.kind, e.run) for e in saver.entries
-    ]
-    tensors, stored = _merge(gather_objects((saver.files, declared), axis))
-    access = saver.state
-    manifest = Manifest(
-        step=engine.global_step,
-        layout=_layout_of(engine),
-        precision=engine.plan.precision.dtype,
-        optimizer={"type": access.name, "state": list(moments), "step": access.step() if moments else 0},
-        tensors=tensors,
-        files=stored,
-        loss_scaler=access.loss_scaler(),
-        state=dict(state),
-    )
-    gaps = files.uncovered(manifest)
-    assert not gaps, f"a checkpoint would miss {gaps[:3]}"
-    return manifest
 
 
 def save_checkpoint(engine: Engine, directory: str | Path, state: Mapping[str, Any] | None = None) -> Path:
@@ -338,7 +151,7 @@ def _check_fit(engine: Engine, folder: Path, manifest: Manifest, access: Optimiz
     def compare() -> None:
         lines = _misfits(engine, manifest, access, names)
         if lines:
-            now = files.describe_layout(_layout_of(engine))
+            now = files.describe_layout(layout_of(engine))
             raise CheckpointError(
                 f"{folder} (saved by {manifest.layout_text()}) cannot be resumed by {now}: " + "; ".join(lines[:6])
             )
@@ -371,7 +184,7 @@ def _restore_rng(engine: Engine, folder: Path, manifest: Manifest) -> None:
     ctx = engine.ctx
     if saved != {k: getattr(ctx.layout, k) for k in saved}:
         return
-    file = f"optim-pp{ctx.pp.rank:02d}-tp{ctx.tp.rank:02d}-dp{ctx.dp_cp.rank:02d}.safetensors"
+    _, file = shard_files(ctx)
     with TensorFiles() as reader:
         torch.set_rng_state(reader.read(folder / file, RNG).clone())
 

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -82,16 +82,13 @@ def _finish(temporary: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _ordered(tensors: Mapping[str, StoredTensor], raw: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """Layers in order, and no head where the embedding is the head."""
+def _ordered(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Layer 2 before layer 10."""
 
-    def place(name: str) -> list[Any]:
+    def place(name: str) -> list[tuple[int, str]]:
         return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
-    names = sorted(tensors, key=place)
-    if raw.get("tie_word_embeddings") and "model.embed_tokens.weight" in tensors:
-        names = [n for n in names if n != "lm_head.weight"]
-    return {n: tensors[n] for n in names}
+    return {n: tensors[n] for n in sorted(tensors, key=place)}
 
 
 def _write_folder(
@@ -104,7 +101,7 @@ def _write_folder(
 ) -> None:
     """Files of the export, dealt over the ranks of `axis`; configuration and index by its first. Collective over it."""
     raw = together(axis, lambda: read_config(sidecar))
-    ordered = _ordered(tensors, raw)
+    ordered = _ordered(tensors)
     plan = plan_shards(ordered, DTYPES[options.dtype], options.max_bytes)
     mine = list(plan.files)[axis.rank :: axis.size]
 
@@ -164,7 +161,7 @@ def export_hf(
     Raises:
         ConfigErrors, CheckpointError: on every rank, with nothing left behind.
     """
-    from hybrid5d.engine.checkpoint import write_shards
+    from hybrid5d.engine.checkpoint_shards import write_shards
 
     target, axis = Path(target), world_axis()
     temporary, shards = target.with_name(target.name + ".tmp"), target.with_name(target.name + ".shards.tmp")

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.engine_kit import Layout, Shards, assemble, build_engine, relative
 from tests.harness import RankFailure, run_ranks
@@ -173,18 +174,28 @@ def test_checkpoint_before_the_first_step(model: Path, unbroken: Any, tmp_path: 
 
 def _train_load_train(rank: int, layout: Layout, folder: str, root: str) -> Any:
     """An engine that has moved on, then goes back to its checkpoint."""
+    from hybrid5d.engine.optimizer_state import OptimizerState
+
     engine = build_engine(layout, ADAM, folder, len(STEPS[0]))
     batches = [step_batch(rows, layout.dp, engine.ctx.dp.rank, layout.micro) for rows in STEPS]
     engine.train_batch(batches[0])
     engine.save_checkpoint(root)
     first = [engine.train_batch(b).loss for b in batches[1:3]]
     assert engine.load_checkpoint(root) == {}
-    return first, [engine.train_batch(b).loss for b in batches[1:3]], _state_of(engine)
+    again = [engine.train_batch(b).loss for b in batches[1:3]]
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    access = OptimizerState(engine.ds.optimizer, engine.ctx.dp_cp)
+    for p in engine.module.parameters():  # DeepSpeed's own view of the moments is of the restored ones
+        if getattr(p, "pieces", ()):
+            whole, seen = access.gather(p, "exp_avg", 0), safe_get_full_optimizer_state(p, "exp_avg")
+            assert whole is None or torch.equal(whole, seen.view_as(whole))
+    return first, again
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2, zero=3), Layout(pp=2, precision="bf16")], ids=str)
 def test_going_back_in_a_live_engine(model: Path, tmp_path: Path, layout: Layout) -> None:
-    for first, again, _ in run_ranks(layout.world, _train_load_train, layout, str(model), str(tmp_path)):
+    for first, again in run_ranks(layout.world, _train_load_train, layout, str(model), str(tmp_path)):
         assert first == again
 
 
@@ -314,24 +325,38 @@ def test_a_rank_that_cannot_write_stops_all_with_its_message(model: Path, tmp_pa
 
 def _dies(rank: int, layout: Layout, folder: str, root: str, where: str) -> None:
     from hybrid5d.engine import checkpoint
+    from hybrid5d.models.safetensors_writer import SafetensorsWriter
 
     engine = build_engine(layout, ADAM, folder, len(STEPS[0]))
     engine.save_checkpoint(root, {"n": 0})
     engine.train_batch(step_batch(STEPS[0], layout.dp, engine.ctx.dp.rank, layout.micro))
     if rank == 0:
+        original, calls = os.replace, []
 
         def die(*args: Any) -> None:
             os._exit(9)
 
-        owner, name = (checkpoint.SafetensorsWriter, "write") if where == "write" else (checkpoint, where)
-        setattr(owner, name, die)
+        def replace(*args: Any) -> None:
+            calls.append(args)
+            if len(calls) == int(where[-1]):
+                os._exit(9)
+            original(*args)
+
+        if where == "write":
+            SafetensorsWriter.write = die  # type: ignore[method-assign]
+        elif where.startswith("replace"):
+            os.replace = replace  # type: ignore[assignment]
+        else:
+            setattr(checkpoint, where, die)
     engine.save_checkpoint(root, {"n": 1})
 
 
-@pytest.mark.parametrize("where", ["write", "_publish", "_sync_folder", "_write_text"])
+# The three renames are those of the manifest, of the folder and of the pointer.
+@pytest.mark.parametrize("where", ["write", "_publish", "replace 1", "replace 2", "replace 3"])
 def test_a_crash_while_saving_leaves_the_checkpoint_before(model: Path, tmp_path: Path, where: str) -> None:
     with pytest.raises(RankFailure, match=r"died without a message|failed"):
         run_ranks(2, _dies, Layout(tp=2), str(model), str(tmp_path), where, timeout=60)
+    assert (tmp_path / (tmp_path / "latest").read_text().strip() / "actor" / "manifest.json").is_file()
     resumed = run(Layout(dp=2), ADAM, model, range(0, 1), resume=tmp_path)
     assert resumed[2] == {"n": 0}
     # the leftovers are in nobody's way
