@@ -147,7 +147,7 @@ def step_line(result: StepResult, total: int | None, eta: float | None) -> str:
         f"mem {result.peak_memory_bytes / 2**30:.2f} GiB",
     ]
     if result.skipped:
-        parts.append("skipped (fp16 overflow)")
+        parts.append("skipped (gradients not finite)")
     if eta is not None:
         parts.append(f"eta {duration(eta)}")
     return "  ".join(parts)

@@ -1,0 +1,92 @@
+"""The training loop on warm ranks: evaluation, counting, resuming, failing."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.launch_kit import CP2, PP2, TP2, metrics, write_run
+from tests.harness import RankFailure, run_ranks
+
+
+def train(rank: int, world: int, path: str, words: tuple[str, ...], poison: bool = False) -> dict[str, Any]:
+    """What a worker does after its checks, on a rank that has a process group."""
+    import hybrid5d
+    from hybrid5d.config.load import load_config
+    from hybrid5d.data.build import eval_loader_from_plan, loader_from_plan
+    from hybrid5d.engine.run_folder import RunFolder
+    from hybrid5d.engine.trainer import Trainer, resume
+    from hybrid5d.plan.run import build_plan
+
+    plan = build_plan(load_config(path, words), world)
+    engine = hybrid5d.initialize(plan)
+    folder = RunFolder.of(plan)
+    if rank == 0:
+        folder.prepare(plan)
+    resume(engine, folder)
+    dp = plan.layout.coordinate(rank).dp
+    eval_loader = eval_loader_from_plan(plan, dp) if plan.config.data.val_data_paths else None
+    if poison:
+        next(iter(engine.module.parameters())).data.fill_(math.nan)
+    return Trainer(engine, loader_from_plan(plan, dp), folder, eval_loader=eval_loader).run()
+
+
+train.needs_group = True  # type: ignore[attr-defined]
+LAYOUTS = [(1, ()), (2, (TP2,)), (2, (CP2,)), (2, (PP2,)), (2, ())]
+
+
+@pytest.mark.parametrize("world, words", LAYOUTS, ids=["one", "tp2", "cp2", "pp2", "dp2"])
+def test_evaluation_equals_training_at_frozen_weights(tmp_path: Path, world: int, words: tuple[str, ...]) -> None:
+    """N22: the same rows, gas 8 or 4; loss is the token mean, tokens are counted once, valid ones apart."""
+    path = write_run(tmp_path / "a", rows=21)
+    rows = [len(json.loads(x)["input_ids"]) for x in (tmp_path / "a" / "rows.jsonl").read_text().splitlines()]
+    frozen = ("actor.optim.lr=0", "actor.lr_sched.min_lr=0", "runner.max_steps=-1", "runner.max_epochs=1")
+    val = (f"data.val_data_paths=[{tmp_path}/a/rows.jsonl]", "runner.val_check_interval=2")
+    run_ranks(world, train, world, str(path), (*words, *frozen, *val))
+    folder = tmp_path / "a" / "run"
+    steps = metrics(folder)
+    evals = [json.loads(x) for x in (folder / "eval.jsonl").read_text().splitlines()]
+    assert len(steps) == 3 and [e["step"] for e in evals] == [2, 3]
+    assert sum(s["valid_tokens"] for s in steps) == sum(rows) - len(rows) == evals[0]["valid_tokens"]
+    assert sum(s["tokens"] for s in steps) == sum(rows)
+    mean = sum(s["loss"] * s["valid_tokens"] for s in steps) / evals[0]["valid_tokens"]
+    for e in evals:
+        assert e["loss"] == pytest.approx(mean, abs=1e-5) and e["rows"] == 21
+        assert e["perplexity"] == pytest.approx(math.exp(e["loss"]))
+
+
+def test_a_resumed_run_leaves_the_same_lines(tmp_path: Path) -> None:
+    """Four steps at once, and two and two in another layout: every step once, the same rows, losses and rates."""
+    whole, parts = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    run_ranks(1, train, 1, str(whole), ())
+    save = ("runner.save_interval=2", "runner.resume_dir=auto", "actor.lr_sched.lr_decay_iters=4")
+    run_ranks(2, train, 2, str(parts), (*save, TP2, "runner.max_steps=3"))
+    lines = tmp_path / "b" / "run" / "metrics.jsonl"
+    lines.write_text(lines.read_text() + '{"step": 4, "loss": 1')  # a killed run's last words
+    checkpoint = "runner.resume_dir=" + str(tmp_path / "b" / "run" / "checkpoints" / "global_step_2")
+    run_ranks(2, train, 2, str(parts), (PP2, checkpoint))
+    got, want = metrics(tmp_path / "b" / "run"), metrics(tmp_path / "a" / "run")
+    for key in ("step", "rows_seen", "lr", "tokens"):
+        assert [g[key] for g in got] == [w[key] for w in want]
+    assert [g["loss"] for g in got] == pytest.approx([w["loss"] for w in want], abs=1e-5)
+
+
+def test_the_end_leaves_a_checkpoint_and_a_model(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a")
+    results = run_ranks(2, train, 2, str(path), (TP2, "runner.save_interval=3"))
+    folder = tmp_path / "a" / "run"
+    assert (folder / "checkpoints" / "latest").read_text().strip() == "global_step_4"
+    assert results[0]["hf"] == str(folder / "hf") and results[0]["steps"] == 4
+    done = run_ranks(2, train, 2, str(path), (TP2, "runner.save_interval=3", "runner.resume_dir=auto"))
+    assert done[0]["loss"] is None, "nothing was left to do"
+    assert len(metrics(folder)) == 4
+
+
+def test_numbers_that_are_not_finite_stop_the_run(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a")
+    with pytest.raises(RankFailure, match="step 1: loss nan"):
+        run_ranks(1, train, 1, str(path), (), True)
