@@ -30,6 +30,18 @@ class SequenceOptions:
     fixed_length: int | None = None
 
 
+def is_packed(micro_batch: MicroBatch, options: SequenceOptions) -> bool:
+    """Whether the micro-batch's rows become one, its documents kept apart: asked for, or a row holds several."""
+    return options.packed or any(len(row) > 1 for row in micro_batch)
+
+
+def rows_of(micro_batch: MicroBatch, options: SequenceOptions) -> list[Row]:
+    """The rows as the sequence plan counts them: flattened to one where packed."""
+    if is_packed(micro_batch, options):
+        return [tuple(d for row in micro_batch for d in row)]
+    return list(micro_batch)
+
+
 def sequence_plan(micro_batch: MicroBatch, ctx: ParallelContext, options: SequenceOptions) -> SequencePlan:
     """The plan of a micro-batch; cached on its lengths."""
     return SequencePlan.build(
@@ -39,7 +51,7 @@ def sequence_plan(micro_batch: MicroBatch, ctx: ParallelContext, options: Sequen
         ulysses=options.ulysses,
         load_balance=options.load_balance,
         multiple=ctx.tp.size if ctx.sequence_parallel else 1,
-        packed=options.packed,
+        packed=is_packed(micro_batch, options),
         fixed_length=options.fixed_length,
     )
 
@@ -64,10 +76,9 @@ def local_batch(
 ) -> LocalBatch:
     """Build this rank's share of a micro-batch. Padding gets id 0, position 0 and no label."""
     plan = sequence_plan(micro_batch, ctx, options)
-    rows: list[Row] = [tuple(d for row in micro_batch for d in row)] if options.packed else list(micro_batch)
     index = plan.source_index(ctx.cp.rank)
     ids, labels, positions = np.empty_like(index), np.empty_like(index), np.empty_like(index)
-    for r, row in enumerate(rows):
+    for r, row in enumerate(rows_of(micro_batch, options)):
         tokens, targets, places = _concatenated(row)
         ids[r] = _take(tokens, index[r], 0)
         labels[r] = _take(targets, index[r], IGNORE_INDEX)

@@ -21,7 +21,7 @@ from hybrid5d.config.errors import DataError
 from hybrid5d.context_parallel import choose_kernel
 from hybrid5d.data.types import IGNORE_INDEX, Document, MicroBatch, StepBatch
 from hybrid5d.engine.adapter import PipelineAdapter, PlainAdapter, build_adapter
-from hybrid5d.engine.collate import SequenceOptions, local_batch, real_tokens, sequence_plan, valid_tokens
+from hybrid5d.engine.collate import SequenceOptions, local_batch, real_tokens, rows_of, sequence_plan, valid_tokens
 from hybrid5d.engine.parameters import parameter_groups
 from hybrid5d.engine.pipeline_module import HybridPipelineModule
 from hybrid5d.models.batch import LocalBatch
@@ -220,12 +220,9 @@ class Engine:
         whole = all_gather_seq(torch.stack(output, -1), self.ctx.cp).wait().cpu().numpy()
         plan = sequence_plan(micro_batch, self.ctx, self.sequence_options)
         index = np.concatenate([plan.source_index(r) for r in range(self.ctx.cp.size)], axis=1)
-        if self.ctx.tp.rank:
-            return  # tp ranks hold equal values; one of them contributes
-        rows = [tuple(d for row in micro_batch for d in row)] if self.sequence_options.packed else micro_batch
-        for r, row in enumerate(rows):
-            if self.ctx.cp.rank:
-                return
+        if self.ctx.tp.rank or self.ctx.cp.rank:
+            return  # these ranks hold equal values; one of them contributes
+        for r, row in enumerate(rows_of(micro_batch, self.sequence_options)):
             values = np.zeros((sum(len(d) for d in row), 2), dtype=np.float32)
             real = index[r] >= 0
             values[index[r][real]] = whole[r][real]
