@@ -1,8 +1,8 @@
 """Five kinds of parallelism for training Transformers on DeepSpeed, driven by RLinf/Megatron-style YAML.
 
-`load_config(path, overrides)` reads a YAML, `initialize(config)` builds this rank's part of the model and returns an
-engine with `train_batch`, `eval_batch`, `compute_logprobs`, `save_checkpoint`, `load_checkpoint`, `export_hf`. The layer
-libraries `hybrid5d.tensor_parallel` and `hybrid5d.context_parallel` work alone. Importing this package imports no torch.
+`load_config(path, overrides)` reads a YAML; `initialize(config)` builds this rank's part of the model and returns an
+engine with `train_batch`, `eval_batch`, `compute_logprobs`, `save_checkpoint`, `load_checkpoint`, `export_hf`. The
+layer libraries `hybrid5d.tensor_parallel` and `hybrid5d.context_parallel` work alone. Importing this imports no torch.
 """
 
 from __future__ import annotations
