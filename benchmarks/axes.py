@@ -27,8 +27,8 @@ BOUND = 1.35
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 8192, "hidden_size": 512,
     "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "head_dim": 64, "hidden_act": "silu", "max_position_embeddings": 2048, "initializer_range": 0.02, "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0, "attention_bias": False, "tie_word_embeddings": False,
+    "head_dim": 64, "hidden_act": "silu", "max_position_embeddings": 2048, "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "attention_bias": False, "tie_word_embeddings": False,
 }  # fmt: skip
 ROWS, LENGTH = 8, 512
 AXES: dict[str, dict[str, Any]] = {

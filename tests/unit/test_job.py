@@ -30,7 +30,7 @@ def test_the_first_failure_speaks_alone(tmp_path: Path, capfd: pytest.CaptureFix
     assert not any("rank 1" in line or "Connection" in line for line in lines)
 
 
-def test_a_rank_that_vanished_is_named_before_the_network_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_vanished_is_named_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     gone = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     ranks = [job(tmp_path, r) for r in range(4)]
     for r in ranks:
