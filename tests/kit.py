@@ -21,6 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **COMMON, "tie_word_embeddings": False},
     "llama_bias": {
         "model_type": "llama", **COMMON, "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True,
+        "pad_token_id": 5,
     },
     "qwen2": {"model_type": "qwen2", **COMMON, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", **COMMON, "tie_word_embeddings": True, "head_dim": 16},
