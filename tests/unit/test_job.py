@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,9 @@ def test_a_rank_that_vanished_is_named_first(tmp_path: Path, capfd: pytest.Captu
         (r.folder / f"{r.env.rank}.pid").write_text(f"{pid} {_started(pid)}")
     assert ranks[0].gone() == []
     gone.kill()
-    while gone.returncode is None and ranks[0].gone() != [3]:  # a zombie counts as gone
-        pass
+    deadline = time.monotonic() + 10
+    while ranks[0].gone() != [3] and time.monotonic() < deadline:  # before it is waited for: a zombie counts as gone
+        time.sleep(0.01)
     ranks[1].where = "step 5"
     ranks[1].fail(RuntimeError("Connection closed by peer"))
     gone.wait()

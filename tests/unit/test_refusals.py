@@ -22,8 +22,9 @@ MODEL = {
 }  # fmt: skip
 TP, PP = "actor.model.tensor_model_parallel_size", "actor.model.pipeline_model_parallel_size"
 _PROGRAM = """
-import atexit, sys
+import atexit, os, sys
 from {module} import main
+os._exit = sys.exit  # the worker leaves by it, past what is registered here
 atexit.register(lambda: "torch" in sys.modules and print("TORCH", file=sys.stderr))
 main()
 """
