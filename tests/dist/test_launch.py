@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.dist.launch_kit import CP2, PP2, TP2, Ended, launcher, metrics, run, running, slack, write_run
@@ -123,3 +125,40 @@ def _wait(condition: object, seconds: float) -> None:
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline, "nothing happened in time"
         time.sleep(0.2)
+
+
+@pytest.mark.parametrize("kill_inside", [False, True], ids=["terminated", "launcher killed"])
+def test_train_ends_with_its_ranks_and_never_reports_a_lost_run_as_done(tmp_path: Path, kill_inside: bool) -> None:
+    """SIGTERM reaches every rank; `deepspeed` returns 0 when its inner process is killed, `hybrid5d train` does not."""
+    path = write_run(tmp_path / "a")
+    words = [sys.executable, "-m", "hybrid5d", "train", str(path), "--num-procs", "2", "--launcher", "deepspeed"]
+    process = subprocess.Popen([*words, TP2, "runner.max_steps=100000"], stderr=subprocess.PIPE, text=True)
+    lines, mark = tmp_path / "a" / "run" / "metrics.jsonl", str(tmp_path / "a" / "run")
+    try:
+        _wait(lambda: lines.exists() and lines.stat().st_size > 0, 300)
+        if kill_inside:
+            for pid in running("deepspeed.launcher.launch"):
+                if mark in " ".join(psutil.Process(pid).cmdline()):
+                    os.kill(pid, signal.SIGKILL)
+        else:
+            process.terminate()
+        _, told = process.communicate(timeout=90)
+        assert process.returncode == (1 if kill_inside else 143)
+        assert ("did not reach its end" in told) is kill_inside
+        _wait(lambda: running(mark) == [], 30 * slack())
+    finally:
+        for pid in running(mark):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_eval_verb_gives_the_loss_of_the_start_weights(one_process: Path, tmp_path: Path) -> None:
+    rows = one_process.parent / "rows.jsonl"
+    words = [sys.executable, "-m", "hybrid5d", "eval", str(one_process / "resolved.yaml"), "--num-procs", "2"]
+    ended = run(
+        [*words, "--launcher", "torchrun", TP2, f"data.val_data_paths=[{rows}]", f"runner.output_dir={tmp_path}"]
+    )
+    assert ended.code == 0, ended.err
+    found = json.loads((tmp_path / "run" / "eval" / "result.json").read_text())
+    assert found["rows"] == 24 and f"loss {found['loss']:.4f}" in ended.out
+    first = metrics(one_process)[0]
+    assert abs(found["loss"] - first["loss"]) < 0.2, "same weights, other rows"
