@@ -3,8 +3,9 @@
 python benchmarks/axes.py [--rounds 5] [--axes tp2 pp2] [--rows 8] [--seq-length 512] [--json FILE]
 
 8 layers, hidden 512, 8 heads, 4 kv heads, MLP 1408, vocabulary 8192, 8 rows of 512 tokens in 8 micro-batches, fp32,
-AdamW. Long rows, for the methods of context parallelism: --axes cp2 cp2-a2a cp2-gather --rows 1 --seq-length 4096. Both sides live at the same time and take turns, one optimizer step each, so that a machine that slows down does
-so for both. CPU-seconds are those of all threads of all ranks. A ratio above the bound of 1.35 ends with exit code 1.
+AdamW. Long rows, for the methods of context parallelism: --axes cp2 cp2-a2a cp2-gather --rows 1 --seq-length 4096.
+Both sides live at the same time and take turns, one optimizer step each, so that a machine that slows down does so for
+both. CPU-seconds are those of all threads of all ranks. A ratio above the bound of 1.35 ends with exit code 1.
 """
 
 from __future__ import annotations
