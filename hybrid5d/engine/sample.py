@@ -10,7 +10,7 @@ from hybrid5d.plan.run import RunPlan
 
 
 def sample(folder: Path, plan: RunPlan, loader: Loader, *, prompt: int = 48, length: int = 160) -> str | None:
-    """Text that an exported model writes after the first `prompt` tokens of the data, those included.
+    """Text that an exported model writes after `prompt` tokens from the middle of the data, those included.
 
     One process, tokens drawn at temperature 0.8 with a fixed seed. None where transformers is not installed.
     """
@@ -27,7 +27,7 @@ def sample(folder: Path, plan: RunPlan, loader: Loader, *, prompt: int = 48, len
     transformers.utils.logging.disable_progress_bar()
     tokenizer = load_tokenizer(tokenizer_name(plan), model_vocab_size=plan.model.vocab_size)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    start = torch.from_numpy(loader.dataset.document(0).input_ids[:prompt].copy())[None]
+    start = torch.from_numpy(loader.dataset.document(len(loader.dataset) // 2).input_ids[:prompt].copy())[None]
     torch.manual_seed(0)
     with torch.no_grad():
         out = model.generate(
