@@ -24,8 +24,8 @@ _NUMBERS = re.compile(r"\[\s+([-0-9.e,\s]+?)\s+\]")
 _HEAD = "# Resolved by hybrid5d: every default written out, no reference left. Starts the same run as the original.\n"
 
 
-def layout_document(plan: RunPlan) -> dict[str, Any]:
-    """layout.json: degrees, groups of each axis, stages, and every rank's coordinate."""
+def layout_summary(plan: RunPlan) -> dict[str, Any]:
+    """Degrees, rank order and stages."""
     layout = plan.layout
     return {
         "world_size": layout.world_size,
@@ -36,6 +36,13 @@ def layout_document(plan: RunPlan) -> dict[str, Any]:
         "sequence_parallel": plan.sequence_parallel,
         "rank_order": RANK_ORDER,
         "decoder_layers_per_stage": list(plan.stages) or None,
+    }
+
+
+def layout_document(plan: RunPlan) -> dict[str, Any]:
+    """layout.json: the summary, groups of each axis, and every rank's coordinate."""
+    layout = plan.layout
+    return layout_summary(plan) | {
         "groups": {axis: layout.groups(axis) for axis in reversed(AXES)} | {"dp_cp": layout.groups("dp", "cp")},
         "rank_columns": ["rank", *reversed(AXES)],
         "ranks": [

@@ -10,7 +10,7 @@ from typing import Any
 from hybrid5d.config.account import Account
 from hybrid5d.config.errors import ConfigError
 from hybrid5d.config.load import load_document
-from hybrid5d.plan.layout import RANK_ORDER
+from hybrid5d.plan.outputs import layout_summary
 from hybrid5d.plan.run import Assembly, RunPlan, actor_world, assemble
 from hybrid5d.plan.translate import report_of
 from hybrid5d.plan.unchecked import unchecked_rules
@@ -38,7 +38,7 @@ class Translation:
         return {
             "verdict": self.verdict,
             "errors": [e.to_dict() for e in self.errors],
-            "layout": None if plan is None else _layout(plan),
+            "layout": None if plan is None else layout_summary(plan),
             "batch": None if plan is None else _batch(plan),
             "optimizer": None if plan is None else _optimizer(plan),
             "schedule": None if plan is None else plan.schedule.to_dict(),
@@ -103,20 +103,6 @@ def _model_folder(assembly: Assembly, model: str | None) -> list[ConfigError]:
     return [ConfigError("--model", model, "the folder has no config.json", "give a Hugging Face model folder")]
 
 
-def _layout(plan: RunPlan) -> dict[str, Any]:
-    layout = plan.layout
-    return {
-        "world_size": layout.world_size,
-        "tp": layout.tp,
-        "pp": layout.pp,
-        "cp": layout.cp,
-        "dp": layout.dp,
-        "sequence_parallel": plan.sequence_parallel,
-        "rank_order": RANK_ORDER,
-        "decoder_layers_per_stage": list(plan.stages) or None,
-    }
-
-
 def _batch(plan: RunPlan) -> dict[str, Any]:
     batch = plan.batch
     return {
@@ -154,7 +140,7 @@ def _engine(plan: RunPlan) -> dict[str, Any]:
     config = plan.config
     model, runner = config.actor.model, config.runner
     return {
-        "layout": _layout(plan),
+        "layout": layout_summary(plan),
         "context_parallel": {
             "cp_comm_type": model.cp_comm_type,
             "cp_load_balance": model.cp_load_balance,
