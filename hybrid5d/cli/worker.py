@@ -182,19 +182,19 @@ def _build(job: Job, plan: RunPlan) -> Engine:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]) or threads_per_rank(job.env))
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    warnings.showwarning = _rank_warning(job.env)
+    warnings.showwarning = _whole_line(job)
     with redirect_stdout(StringIO()):  # DeepSpeed prints its topology and memory, each rank its own
         from hybrid5d.engine.build import initialize
 
         return initialize(plan)
 
 
-def _rank_warning(env: LaunchEnv) -> Any:
-    """Warnings from libraries: whole lines, from one rank."""
+def _whole_line(job: Job) -> Any:
+    """Warnings from libraries: one line each, from the first rank that has it."""
 
-    def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
-        if env.rank == 0 and not issubclass(category, FutureWarning | DeprecationWarning):
-            say(f"warning: {message}")
+    def show(message: Warning | str, category: type[Warning], *_: Any) -> None:
+        if not issubclass(category, FutureWarning | DeprecationWarning):
+            job.warn(" ".join(str(message).split()))
 
     return show
 

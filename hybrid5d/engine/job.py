@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 import traceback
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,18 @@ class Job:
         except OSError:
             return True  # no folder to agree in: better told twice than not at all
         return True
+
+    def warn(self, text: str) -> None:
+        """Print a warning with this rank's number, unless a rank of this node printed the same one."""
+        mark = self.folder / f"told-{zlib.crc32(text.encode()):08x}"
+        try:
+            if self.env.world_size > 1:
+                os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return
+        except OSError:
+            pass
+        say(f"{self._prefix()}warning: {text}")
 
     def _failed(self) -> bool:
         return (self.folder / "failed").exists()

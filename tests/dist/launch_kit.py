@@ -85,7 +85,7 @@ class Ended:
     @property
     def told(self) -> list[str]:
         """Lines of standard error that are not a launcher's log."""
-        noise = ("[20", "W1", "W2", "E1", "E2", "*", "The following values", "\t`", "To avoid this", "warning: ")
+        noise = ("[20", "W1", "W2", "E1", "E2", "*", "The following values", "\t`", "To avoid this")
         return [line for line in self.err.splitlines() if line.strip() and not line.startswith(noise)]
 
 
