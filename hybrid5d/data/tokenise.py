@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hybrid5d.data.dataset import DataOptions
 
 _PIECE = 1 << 20  # characters of a document that are tokenised at once
-_BATCH_SAMPLES = 250  # small enough that a few thousand samples keep several processes busy
+_BATCH_SAMPLES = 1000
 _BATCH_CHARACTERS = 1 << 22
 
 

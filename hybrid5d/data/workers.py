@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -22,23 +19,7 @@ _encode: Callable[[Any], Any]  # of a worker process, set once when it starts
 
 def _start(make_encoder: Callable[[], Callable[[Any], Any]]) -> None:
     global _encode
-    # the processes are the parallelism; and after a fork the tokenizer's threads would be waited for without end
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encode = make_encoder()
-
-
-def _given(encode: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Makes the encoder of a forked process: the one it was born with."""
-    return encode
-
-
-def _start_method() -> str:
-    """`fork`, which imports and loads nothing again, where this process has one thread: no lock can then be held."""
-    try:
-        alone = threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1
-    except OSError:  # not Linux
-        alone = False
-    return "fork" if alone else "spawn"
 
 
 def _run(payload: Any) -> Any:
@@ -58,10 +39,8 @@ def encode_batches(
         for payload, label in batches:
             yield encode(payload), label
         return
-    method = _start_method()
-    make = partial(_given, encode) if method == "fork" else make_encoder
-    context = multiprocessing.get_context(method)
-    with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start, initargs=(make,)) as pool:
+    context = multiprocessing.get_context("spawn")  # a forked child would inherit the tokenizer's and torch's threads
+    with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start, initargs=(make_encoder,)) as pool:
         iterator = iter(batches)
         waiting: deque[tuple[Future[Result], Label]] = deque()
         while True:
