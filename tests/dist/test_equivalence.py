@@ -1,8 +1,9 @@
 """The one rule: every layout trains exactly as HF transformers does in one process.
 
 Tiny awkward models (random norm weights, biases, odd vocabulary, kv heads below tp, tied and untied), ragged rows, a
-micro-batch without a single label; SGD without clipping, SGD with clipping that acts, AdamW. Per run: loss of each step,
-norm before clipping, every parameter's first gradient by HF name, every weight after the last step, copies bitwise equal.
+micro-batch without a single label; SGD without clipping, SGD with clipping that acts, AdamW. Per run: loss of each
+step, norm before clipping, every parameter's first gradient by HF name, every weight after the last step, copies
+bitwise equal.
 """
 
 from __future__ import annotations
@@ -35,14 +36,18 @@ def wanted(model: str, recipe: str, batch: int) -> Trace:
 
 
 def layouts() -> list[Layout]:
-    """Every (tp, pp, cp, dp, sp) of up to 8 ranks that 4 heads and 4 layers allow."""
+    """Every (tp, pp, cp, dp, sp) of up to 8 ranks that 4 heads and 4 layers allow.
+
+    Two rows a micro-batch where they fit; test_cases.py has one.
+    """
     found = []
     for tp in (1, 2, 4):
         for pp in range(1, 7):
             for cp in range(1, 9):
                 for dp in range(1, 9):
                     if tp * pp * cp * dp <= 8:
-                        found += [Layout(tp, pp, cp, dp, sp) for sp in ((False, True) if tp > 1 else (False,))]
+                        micro = 2 if 8 % (2 * dp) == 0 else 1
+                        found += [Layout(tp, pp, cp, dp, sp, micro) for sp in ((False, True) if tp > 1 else (False,))]
     return found
 
 
