@@ -100,7 +100,7 @@ def test_n10_positions_given_by_the_caller(layout: Layout, folders: dict[str, Pa
     "layout", [Layout(pp=2), Layout(pp=4), Layout(pp=2, dp=2, zero=0), Layout(pp=2, tp=2, sp=True)], ids=str
 )
 def test_n09_tied_matrix_counts_once_in_norm_and_clip(layout: Layout, tmp_path: Path) -> None:
-    """All other weights are tiny, so the tied matrix is nearly the whole norm; counting both copies is off by sqrt(2)."""
+    """All other weights are tiny: the tied matrix is nearly the whole norm; counting both copies is off by sqrt(2)."""
     config = MODELS["qwen2"]
 
     def scaled() -> Any:
@@ -117,7 +117,8 @@ def test_n09_tied_matrix_counts_once_in_norm_and_clip(layout: Layout, tmp_path: 
     (got,) = train_layout(layout, [Job(str(tmp_path / "m"), recipe, steps)])
     want = reference(scaled(), steps, recipe)
     assert min(want.norms) > recipe.clip
-    # Gradients of q and k are differences of nearly equal numbers here: the fp32 reference itself is up to 2.7e-5 off fp64.
+    # Gradients of q and k are differences of nearly equal numbers here: the fp32 reference itself is up to 2.7e-5 off
+    # fp64.
     compare(got, want, grad=6e-5)
 
 
@@ -184,7 +185,7 @@ BF16 = [
 
 @pytest.mark.parametrize("layout", BF16, ids=str)
 def test_bf16_layouts(layout: Layout, folders: dict[str, Path]) -> None:
-    """bf16 differs from fp32 by rounding only: loss within 0.02, norm within 2 %, masters within 2 % of their change."""
+    """bf16 differs from fp32 by rounding only: loss within 0.02, norm within 2 %, masters within 2 %."""
     steps = [make_rows(8, 16, 101, seed=s) for s in range(3)]
     for model in ("qwen2", "qwen3"):
         want = reference(hf_model(MODELS[model]), steps, SGD)
