@@ -152,7 +152,8 @@ def _optimizer(model: Any, recipe: Recipe) -> torch.optim.Optimizer:
 def document_loss_sum(model: Any, d: Document) -> torch.Tensor:
     """Sum of the cross entropy over one document's labels."""
     positions = None if d.position_ids is None else torch.from_numpy(d.position_ids)[None]
-    logits = model(torch.from_numpy(d.input_ids)[None], position_ids=positions).logits[0].float()
+    logits = model(torch.from_numpy(d.input_ids)[None], position_ids=positions).logits[0]
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(logits, torch.from_numpy(d.labels), ignore_index=IGNORE_INDEX, reduction="sum")
 
 

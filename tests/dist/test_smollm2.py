@@ -167,7 +167,8 @@ def test_the_example_is_the_layout_of_six() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_whole_model_equals_transformers() -> None:
+    """Thirty layers: transformers runs in fp64, since its fp32 loss is itself 8e-6 off by then (ours: 1e-7 to 2e-6)."""
     folder = prepared(None)
     steps = chat_steps(folder, RECIPE.steps)
-    expected = reference(load_hf(folder), steps, RECIPE)
+    expected = reference(load_hf(folder).double(), steps, RECIPE)
     compare(folder, Layout(tp=3, pp=2, sp=True), expected, steps, _wanted(30), timeout=900)
