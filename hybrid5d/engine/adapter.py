@@ -8,7 +8,7 @@ is the plain engine. Facts about DeepSpeed 0.19.8 that force each override are n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,22 +26,6 @@ from hybrid5d.tensor_parallel.gradients import sum_in_backward, sum_partial_grad
 TRACKERS = ("tensorboard", "wandb", "csv_monitor", "comet")
 
 
-class StepRunner(Protocol):
-    """What the Engine needs of an adapter."""
-
-    module: Any
-    optimizer: Any
-
-    def train_step(self, batches: Sequence[LocalBatch], scales: Sequence[float]) -> Tensor:
-        """Forward, backward, reduce, clip, update. Returns this rank's sum of scaled losses (0 off the last stage)."""
-
-    def infer(self, batches: Sequence[LocalBatch]) -> list[Any]:
-        """Head outputs of each micro-batch on the last stage, [] elsewhere; no gradients."""
-
-    def gradient(self, param: nn.Parameter) -> Tensor | None:
-        """The gradient the optimizer will reduce and use."""
-
-
 class PipelineAdapter(PipelineEngine):
     """PipelineEngine whose messages are one hidden tensor of known shape, sent without blocking.
 
@@ -57,11 +41,12 @@ class PipelineAdapter(PipelineEngine):
         self._received = self._forwarded = 0
         self.max_in_flight = 0
         super().__init__(**kwargs)
-        self._buffer_batch: dict[int, LocalBatch] = {}
+        self._results: list[Any] = []
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
     def train_step(self, batches: Sequence[LocalBatch], scales: Sequence[float]) -> Tensor:
+        """Forward, backward, reduce, clip, update. Returns this rank's sum of scaled losses (0 off the last stage)."""
         self.module.train()
         self._start(batches, scales)
         self.micro_batches = len(batches)  # may differ from step to step; the scales allow for it
@@ -74,9 +59,10 @@ class PipelineAdapter(PipelineEngine):
         return torch.zeros((), device=self.device) if self.total_loss is None else self.total_loss
 
     def infer(self, batches: Sequence[LocalBatch]) -> list[Any]:
+        """Head outputs of each micro-batch on the last stage, [] elsewhere; no gradients."""
         self.module.eval()
         self._start(batches, ())
-        self._results: list[Any] = []
+        self._results = []
         with torch.no_grad():
             self._exec_schedule(
                 schedule.InferenceSchedule(micro_batches=len(batches), stages=self.num_stages, stage_id=self.stage_id)
@@ -159,6 +145,7 @@ class PipelineAdapter(PipelineEngine):
     # --- gradients --------------------------------------------------------------------------------------------------
 
     def gradient(self, param: nn.Parameter) -> Tensor | None:
+        """The gradient that the optimizer will reduce and use."""
         if self.using_bf16_optimizer:
             return getattr(param, "_hp_grad", None)
         if getattr(self.optimizer, "use_grad_accum_attribute", False):
@@ -230,9 +217,6 @@ class PlainAdapter(DeepSpeedEngine):
         self.module.eval()
         with torch.no_grad():
             return [DeepSpeedEngine.forward(self, None, batch) for batch in batches]
-
-    def gradient(self, param: nn.Parameter) -> Tensor | None:
-        return param.grad
 
 
 def build_adapter(

@@ -14,10 +14,11 @@ from hybrid5d.context_parallel import ContextParallelAttention, hybrid_axes
 from hybrid5d.context_parallel.kernels import available_kernels
 from hybrid5d.engine.collate import SequenceOptions
 from hybrid5d.engine.distributed import ensure_distributed
-from hybrid5d.engine.engine import DTYPES, Engine, current_device
+from hybrid5d.engine.engine import Engine, current_device
 from hybrid5d.engine.parameters import freeze
 from hybrid5d.engine.pipeline_module import HybridPipelineModule, Recompute
 from hybrid5d.models.decoder import HeadOutput, LayerDef, decoder_layers
+from hybrid5d.models.dtypes import DTYPES
 from hybrid5d.models.hf import load_hf_weights
 from hybrid5d.models.init import init_weights
 from hybrid5d.parallel.context import Axis, ParallelContext

@@ -26,11 +26,10 @@ from hybrid5d.engine.parameters import parameter_groups
 from hybrid5d.engine.pipeline_module import HybridPipelineModule
 from hybrid5d.models.batch import LocalBatch
 from hybrid5d.models.decoder import HeadOutput
+from hybrid5d.models.dtypes import DTYPES
 from hybrid5d.parallel.collectives import all_gather_seq
 from hybrid5d.parallel.context import ParallelContext
 from hybrid5d.plan.run import RunPlan
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)

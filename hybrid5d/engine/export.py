@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from hybrid5d.config import checkpoint_files as files
 from hybrid5d.config.checkpoint_files import WEIGHT, StoredTensor
 from hybrid5d.config.errors import CheckpointError, ConfigError, ConfigErrors
 from hybrid5d.engine.sidecar import copy_sidecar, exported_config, read_config
+from hybrid5d.models.dtypes import DTYPES
 from hybrid5d.models.hf_write import plan_shards, write_index, write_shard
 from hybrid5d.parallel.agree import together, world_axis
 from hybrid5d.parallel.context import Axis
@@ -23,7 +22,6 @@ from hybrid5d.parallel.context import Axis
 if TYPE_CHECKING:
     from hybrid5d.engine.engine import Engine
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 

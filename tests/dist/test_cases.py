@@ -145,7 +145,10 @@ def test_h06_frozen_parameters(layout: Layout, pattern: str, folders: dict[str, 
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("layers,keys", [(3, {}), (2, {}), (3, {"decoder_first_pipeline_num_layers": 0})])
+@pytest.mark.parametrize(
+    "layers,keys",
+    [(3, {}), (2, {}), (3, {"decoder_first_pipeline_num_layers": 0}), (4, {"decoder_last_pipeline_num_layers": 0})],
+)
 def test_h06_stage_without_layers(zero: int, layers: int, keys: dict[str, int], tmp_path: Path) -> None:
     """pp 4 with 2 or 3 layers: a stage holds the embedding alone (no norm weight), or norm and head alone."""
     config = {**MODELS["llama"], "num_hidden_layers": layers}
