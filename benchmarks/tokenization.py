@@ -13,10 +13,12 @@ import argparse
 import json
 import os
 import random
+import statistics
 import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,15 +98,12 @@ def theirs(data_type: str, path: Path, tokenizer: Path, cache: Path, workers: in
     return len(rows)
 
 
-def best(run: Callable[[Path], int], repeat: int) -> float:
-    """Seconds of the quickest of `repeat` runs, each with an empty cache."""
-    seconds = []
-    for _ in range(repeat):
-        with tempfile.TemporaryDirectory() as cache:
-            start = time.perf_counter()
-            run(Path(cache))
-            seconds.append(time.perf_counter() - start)
-    return min(seconds)
+def seconds(run: Callable[[Path], int]) -> float:
+    """Of one run with an empty cache."""
+    with tempfile.TemporaryDirectory() as cache:
+        start = time.perf_counter()
+        run(Path(cache))
+        return time.perf_counter() - start
 
 
 def main() -> None:
@@ -129,13 +128,17 @@ def main() -> None:
             path = root / f"{data_type}.jsonl"
             write(path, arguments.samples)
             call = (data_type, path, root / "tokenizer")
-            tokens = ours(*call, root / "count", arguments.workers)
-            mine = best(lambda cache, call=call: ours(*call, cache, arguments.workers), arguments.repeat)  # type: ignore[misc]
-            line = f"{data_type}: {arguments.samples} samples, {tokens} tokens, {path.stat().st_size / 1e6:.0f} MB:"
-            line += f" hybrid5d {mine:.2f} s ({tokens / mine / 1e6:.2f} M tokens/s)"
+            sides = [partial(ours, *call, workers=arguments.workers)]
             if other:
-                map_ = best(lambda cache, call=call: theirs(*call, cache, arguments.workers), arguments.repeat)  # type: ignore[misc]
-                line += f", {other} map {map_:.2f} s; ratio {map_ / mine:.2f}"
+                sides.append(partial(theirs, *call, workers=arguments.workers))
+            tokens, *_ = (side(root / f"warm-{data_type}-{i}") for i, side in enumerate(sides))
+            rounds = [[seconds(side) for side in sides] for _ in range(arguments.repeat)]  # turn by turn
+            mine = statistics.median(r[0] for r in rounds)
+            line = f"{data_type}: {arguments.samples} samples, {tokens} tokens, {path.stat().st_size / 1e6:.0f} MB,"
+            line += f" {arguments.workers} workers: hybrid5d {mine:.2f} s ({tokens / mine / 1e6:.2f} M tokens/s)"
+            if other:
+                line += f", {other} map {statistics.median(r[1] for r in rounds):.2f} s;"
+                line += f" ratio {statistics.median(r[1] / r[0] for r in rounds):.2f}"
             print(line, flush=True)
 
 

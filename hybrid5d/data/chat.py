@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hybrid5d.data.chat_mask import TemplateError, assistant_spans, probe_template, token_mask
+from hybrid5d.data.chat_mask import Span, TemplateError, TurnFinder
 from hybrid5d.data.tokenizer import ByteTokenizer, FastTokenizer
 
 Message = dict[str, Any]
@@ -94,7 +94,7 @@ def _check_messages(value: Any, key: str) -> list[Message]:
 Encoded = tuple[np.ndarray, np.ndarray] | BadRecord  # ids [n] and mask of targets [n] uint8, or why there are none
 
 
-Rendered = tuple[str, list[tuple[int, int]]]  # text and the spans of characters that are targets
+Rendered = tuple[str, list[Span]]  # text and the spans of characters that are targets
 
 
 class ChatEncoder:
@@ -106,31 +106,24 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: ByteTokenizer | FastTokenizer, train_on: TrainOn):
         self.tokenizer, self.train_on = tokenizer, train_on
-        self._profile = probe_template(tokenizer) if isinstance(tokenizer, FastTokenizer) else None
+        self._finder = TurnFinder(tokenizer) if isinstance(tokenizer, FastTokenizer) else None
 
     def encode(self, conversations: Sequence[list[Message]]) -> list[Encoded]:
         """For each conversation its (ids [n], mask [n] uint8), or why it cannot be encoded."""
         if isinstance(self.tokenizer, ByteTokenizer):
             return [encode_bytes(c, self.tokenizer, self.train_on) for c in conversations]
+        out: list[Encoded | None] = []
         texts: list[str] = []
-        spans: list[list[tuple[int, int]]] = []
-        failed: dict[int, BadRecord] = {}
-        for place, result in enumerate(self._render(conversations)):
+        spans: list[list[Span]] = []
+        for result in self._render(conversations):
             if isinstance(result, BadRecord):
-                failed[place] = result
+                out.append(result)
                 continue
+            out.append(None)
             texts.append(result[0])
             spans.append(result[1])
-        encoded = iter(zip(self.tokenizer.encode_with_offsets(texts), spans, strict=True))
-        out: list[Encoded] = []
-        for place in range(len(conversations)):
-            if place in failed:
-                out.append(failed[place])
-                continue
-            (ids, offsets), marked = next(encoded)
-            mask = np.ones(ids.shape, np.uint8) if self.train_on == "all" else token_mask(offsets, marked)
-            out.append((ids, mask))
-        return out
+        encoded = self.tokenizer.encode_with_mask(texts, None if self.train_on == "all" else spans)
+        return [next(encoded) if result is None else result for result in out]
 
     def _render(self, conversations: Sequence[list[Message]]) -> list[Rendered | BadRecord]:
         """All at once; if that fails, one at a time, to know which."""
@@ -144,10 +137,10 @@ class ChatEncoder:
             return [self._render([messages])[0] for messages in conversations]
 
     def _render_all(self, conversations: list[list[Message]]) -> list[Rendered]:
-        assert isinstance(self.tokenizer, FastTokenizer) and self._profile is not None
+        assert isinstance(self.tokenizer, FastTokenizer) and self._finder is not None
         if self.train_on == "all":
             return [(text, []) for text in self.tokenizer.render(conversations)]
-        return assistant_spans(self.tokenizer, self._profile, conversations)
+        return self._finder.find(conversations)
 
 
 def encode_bytes(

@@ -15,6 +15,8 @@ import numpy as np
 Span = tuple[int, int]
 Message = dict[str, Any]
 _MARK = "Zq7turn{}xJ5"
+_ANY_MARK = re.compile(_MARK.format(r"(\d+)"))
+_MOST_SHAPES = 1024
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -93,64 +95,98 @@ def _possible_marks(closing: str, special_tokens: tuple[str, ...]) -> tuple[str,
     return tuple(closing[:e] for e in sorted(ends, reverse=True) if e > 0)
 
 
-def assistant_spans(
-    renderer: Renderer, profile: TemplateProfile, conversations: list[list[Message]]
-) -> list[tuple[str, list[Span]]]:
-    """(rendered text, character spans of the assistant's turns with their end-of-turn marks) of each conversation."""
-    if profile.tagged:
-        return [renderer.render_generation_spans(messages) for messages in conversations]
-    texts = renderer.render(conversations)
-    skeletons = (
-        renderer.render([_marked(messages) for messages in conversations]) if profile.plain else [""] * len(texts)
-    )
-    found = []
-    for messages, text, skeleton in zip(conversations, texts, skeletons):
-        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        spans: list[Span] | None = None
-        if profile.plain and not any(messages[i].get("tool_calls") for i in turns):
-            answers = [(_MARK.format(i), messages[i]["content"]) for i in turns]
-            spans = _spans_of_skeleton(text, skeleton, answers, profile)
-        if spans is None:
-            spans = [_span_of_turn(renderer, profile, messages, turn, text) for turn in turns]
-        found.append((text, spans))
-    return found
+class TurnFinder:
+    """Finds the assistant's turns in what a template makes of conversations.
 
-
-def _marked(messages: list[Message]) -> list[Message]:
-    """The conversation with a mark in place of each answer."""
-    return [{**m, "content": _MARK.format(i)} if m["role"] == "assistant" else m for i, m in enumerate(messages)]
-
-
-def _spans_of_skeleton(
-    text: str, skeleton: str, turns: list[tuple[str, str]], profile: TemplateProfile
-) -> list[Span] | None:
-    """Reads the text as the skeleton with each mark replaced by the answer, trimmed or not; None where that fails.
-
-    All texts between answers must be those of the skeleton, up to the last character: nothing is guessed.
+    The quick way knows the template's text around each message: one rendering a *shape* (the sequence of roles) with a
+    mark in place of every content. A conversation whose text is not exactly that frame around its contents gets a frame
+    of its own, with marks for its answers alone; if that does not fit either, each turn is searched for by itself.
     """
-    literals: list[str] = []
-    rest = skeleton
-    for mark, _ in turns:
-        literal, found, rest = rest.partition(mark)
-        if not found:
+
+    def __init__(self, renderer: Renderer):
+        """Raises TemplateError where the template cannot be measured."""
+        self._renderer, self._profile = renderer, probe_template(renderer)
+        self._shapes: dict[tuple[str, ...], _Frame | None] = {}
+
+    def find(self, conversations: list[list[Message]]) -> list[tuple[str, list[Span]]]:
+        """(text, character spans of the assistant's turns with their end-of-turn marks) of each conversation.
+
+        Raises TemplateError, and whatever the template raises.
+        """
+        if self._profile.tagged:
+            return [self._renderer.render_generation_spans(messages) for messages in conversations]
+        return [(text, self._spans(c, text)) for c, text in zip(conversations, self._renderer.render(conversations))]
+
+    def _spans(self, messages: list[Message], text: str) -> list[Span]:
+        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        if self._profile.plain and not any(messages[i].get("tool_calls") for i in turns):
+            for frame_of in (self._frame_of_shape, self._frame_of_answers):
+                frame = frame_of(messages, turns)
+                spans = None if frame is None else frame.spans(text, messages, self._profile)
+                if spans is not None:
+                    return spans
+        return [_span_of_turn(self._renderer, self._profile, messages, turn, text) for turn in turns]
+
+    def _frame_of_shape(self, messages: list[Message], turns: list[int]) -> _Frame | None:
+        if any(len(m) > 2 for m in messages):  # more than role and content: nothing that its roles alone decide
             return None
-        literals.append(literal)
-    literals.append(rest)
-    if not text.startswith(literals[0]):
-        return None
-    spans: list[Span] = []
-    place = len(literals[0])
-    for (_, content), before, literal in zip(turns, literals, literals[1:]):
-        for answer in (content, content.strip(), content.rstrip(), content.lstrip()):
-            if text.startswith(answer + literal, place):
-                break
-        else:
+        shape = tuple(m["role"] for m in messages)
+        if shape not in self._shapes:
+            if len(self._shapes) >= _MOST_SHAPES:
+                self._shapes.clear()
+            try:
+                self._shapes[shape] = self._frame(messages, list(range(len(messages))), turns)
+            except Exception:  # a template may want other contents than marks; its own frame will tell
+                self._shapes[shape] = None
+        return self._shapes[shape]
+
+    def _frame_of_answers(self, messages: list[Message], turns: list[int]) -> _Frame | None:
+        return self._frame(messages, turns, turns)
+
+    def _frame(self, messages: list[Message], marked: list[int], turns: list[int]) -> _Frame | None:
+        """The text around the contents of the `marked` messages; None where an answer is not there exactly once."""
+        contents = {i: {**messages[i], "content": _MARK.format(i)} for i in marked}
+        (text,) = self._renderer.render([[contents.get(i, m) for i, m in enumerate(messages)]])
+        literals, places, rest = [], [], 0
+        for found in _ANY_MARK.finditer(text):
+            literals.append(text[rest : found.start()])
+            places.append(int(found[1]))
+            rest = found.end()
+        if [p for p in places if p in turns] != turns or len(set(places)) != len(places):
             return None
-        end = place + len(answer)
-        lead = len(profile.lead) if before.endswith(profile.lead) else 0
-        spans.append((place - lead, end + _closing_length(literal, profile)))
-        place = end + len(literal)
-    return spans if place == len(text) else None
+        return _Frame(tuple(literals), tuple(places), text[rest:])
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """A rendered conversation with holes: `literals[k]`, then the content of message `places[k]`, ..., `tail`."""
+
+    literals: tuple[str, ...]
+    places: tuple[int, ...]
+    tail: str
+
+    def spans(self, text: str, messages: list[Message], profile: TemplateProfile) -> list[Span] | None:
+        """The answers' spans, if `text` is the frame with each hole filled by its content, trimmed or not.
+
+        All of the text must be accounted for, up to the last character: nothing is guessed.
+        """
+        if not self.places or not text.startswith(self.literals[0]):
+            return None
+        spans: list[Span] = []
+        start = len(self.literals[0])
+        for place, before, after in zip(self.places, self.literals, (*self.literals[1:], self.tail)):
+            content = messages[place]["content"]
+            for filled in (content, content.strip(), content.rstrip(), content.lstrip()):
+                if text.startswith(filled, start) and text.startswith(after, start + len(filled)):
+                    break
+            else:
+                return None
+            end = start + len(filled)
+            if messages[place]["role"] == "assistant":
+                lead = len(profile.lead) if before.endswith(profile.lead) else 0
+                spans.append((start - lead, end + _closing_length(after, profile)))
+            start = end + len(after)
+        return spans if start == len(text) else None
 
 
 def _closing_length(after: str, profile: TemplateProfile) -> int:
@@ -188,6 +224,34 @@ def _span_of_turn(renderer: Renderer, profile: TemplateProfile, messages: list[M
             " Fix: mark the assistant's turns in the template with {% generation %}, or data.train_on: all"
         )
     return start, stop
+
+
+class Encoding(Protocol):
+    """What `span_mask` needs of a `tokenizers.Encoding`."""
+
+    @property
+    def offsets(self) -> list[tuple[int, int]]: ...
+
+    def char_to_token(self, char_pos: int) -> int | None: ...
+
+    def token_to_chars(self, token_index: int) -> tuple[int, int] | None: ...
+
+
+def span_mask(encoding: Encoding, num_tokens: int, spans: list[Span]) -> np.ndarray:
+    """[n] uint8: `token_mask` of the encoding's offsets, asked for at the ends of the spans alone.
+
+    A list of all offsets costs as much as half of the tokenising. It is needed where a span's end is a character that
+    no token claims (white space, or what a normalizer removed).
+    """
+    mask = np.zeros(num_tokens, np.uint8)
+    for start, stop in spans:
+        first, last = encoding.char_to_token(start), encoding.char_to_token(stop - 1)
+        if first is None or last is None:
+            return token_mask(np.array(encoding.offsets, np.int32).reshape(-1, 2), spans)
+        while last + 1 < num_tokens and (encoding.token_to_chars(last + 1) or (stop,))[0] < stop:
+            last += 1  # several tokens of one character
+        mask[first : last + 1] = 1
+    return mask
 
 
 def token_mask(offsets: np.ndarray, spans: list[Span]) -> np.ndarray:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hybrid5d.config.errors import DataError
-from hybrid5d.data.chat import BadRecord, ChatEncoder, Encoded, Message, TrainOn, to_messages
+from hybrid5d.data.chat import BadRecord, ChatEncoder, Message, TrainOn, to_messages
 from hybrid5d.data.chat_mask import TemplateError
 from hybrid5d.data.faults import Faults
 from hybrid5d.data.sources import SourceFile, read_records
 from hybrid5d.data.store import StoreWriter
-from hybrid5d.data.tokenizer import ByteTokenizer, FastTokenizer, load_tokenizer
+from hybrid5d.data.tokenizer import load_tokenizer
 from hybrid5d.data.types import IGNORE_INDEX
 from hybrid5d.data.workers import encode_batches
 
@@ -24,11 +23,8 @@ if TYPE_CHECKING:
     from hybrid5d.data.dataset import DataOptions
 
 _PIECE = 1 << 20  # characters of a document that are tokenised at once
-_BATCH_SAMPLES = 1000
-_BATCH_CHARACTERS = 1 << 22
-
-
-ChatBatchEncoder = Callable[[list[list[Message]]], list[Encoded]]
+_BATCH_SAMPLES = 250  # small enough that a few thousand samples keep several processes busy
+_BATCH_CHARACTERS = 1 << 20
 
 
 def build_store(folder: Path, sources: list[SourceFile], options: DataOptions) -> None:
@@ -116,12 +112,11 @@ def _check_range(values: np.ndarray, name: str, vocab_size: int, checked: np.nda
 
 def _write_text(writer: StoreWriter, sources: list[SourceFile], options: DataOptions, faults: Faults) -> None:
     """Each document: bos (where the tokenizer puts it before texts), its tokens, eos (where there is one)."""
-    make = partial(load_tokenizer, options.tokenizer, model_vocab_size=options.vocab_size)
-    tokenizer = make()
+    tokenizer = load_tokenizer(options.tokenizer, model_vocab_size=options.vocab_size)
     batches = _by_size(_pieces(sources, options, faults))
     # once there is a fault nothing will be kept: the rest is only read, for more faults
     texts = (([text for text, _, _, _ in batch], batch) for batch in batches if not faults)
-    for encoded, batch in encode_batches(partial(_text_encoder, make), texts, options.num_workers):
+    for encoded, batch in encode_batches(tokenizer.encode_batch, texts, options.num_workers):
         for ids, (_, first, last, origin) in zip(encoded, batch):
             if first and tokenizer.bos_id is not None:
                 writer.append(np.array([tokenizer.bos_id]))
@@ -130,10 +125,6 @@ def _write_text(writer: StoreWriter, sources: list[SourceFile], options: DataOpt
                 if tokenizer.eos_id is not None:
                     writer.append(np.array([tokenizer.eos_id]))
                 writer.end_sample(*origin)
-
-
-def _text_encoder(make: Callable[[], ByteTokenizer | FastTokenizer]) -> Callable[[list[str]], list[np.ndarray]]:
-    return make().encode_batch
 
 
 Piece = tuple[str, bool, bool, tuple[int, int]]  # text, first of its document, last of it, (file index, line)
@@ -224,10 +215,10 @@ def _where_not_utf8(path: Path, error: UnicodeDecodeError) -> tuple[int | None, 
 
 def _write_chat(writer: StoreWriter, sources: list[SourceFile], options: DataOptions, faults: Faults) -> None:
     template = _read_template(options.chat_template)
-    make = partial(_chat_encoder, options.tokenizer, options.vocab_size, template, options.train_on)
+    encoder = _chat_encoder(options.tokenizer, options.vocab_size, template, options.train_on)
     batches = batched(_conversations(sources, options, faults), _BATCH_SAMPLES)
     conversations = (([messages for messages, _, _ in batch], batch) for batch in batches if not faults)
-    for encoded, batch in encode_batches(make, conversations, options.num_workers):
+    for encoded, batch in encode_batches(encoder.encode, conversations, options.num_workers):
         for result, (_, index, line) in zip(encoded, batch):
             if isinstance(result, BadRecord):
                 faults.add(sources[index].path, line, str(result))
@@ -236,10 +227,10 @@ def _write_chat(writer: StoreWriter, sources: list[SourceFile], options: DataOpt
                 writer.end_sample(index, line)
 
 
-def _chat_encoder(tokenizer: str, vocab_size: int, template: str | None, train_on: TrainOn) -> ChatBatchEncoder:
+def _chat_encoder(tokenizer: str, vocab_size: int, template: str | None, train_on: TrainOn) -> ChatEncoder:
     try:
         loaded = load_tokenizer(tokenizer, model_vocab_size=vocab_size, chat_template=template)
-        return ChatEncoder(loaded, train_on).encode
+        return ChatEncoder(loaded, train_on)
     except TemplateError as e:
         raise DataError(f"{tokenizer}: {e}") from e
 

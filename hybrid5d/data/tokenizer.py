@@ -7,15 +7,16 @@ finds its tokens in the cache, pays for neither. `trust_remote_code` is never us
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hybrid5d.config.errors import DataError
+from hybrid5d.data.byte_lengths import byte_lengths
+from hybrid5d.data.chat_mask import Span, span_mask
 
 BYTES = "byte"  # the name of the byte tokenizer where a folder is expected
 _FILES = (
@@ -77,71 +78,78 @@ class FastTokenizer:
             enough: Qwen's and SmolLM2's models were never trained with one).
         eos_id: None where the tokenizer has none.
         template: the Jinja chat template, None where there is none.
+        special_tokens: texts of special and added tokens, longest first.
+
+    An instance can be pickled, and is then read again without the folder and without transformers' loader.
     """
 
     def __init__(self, folder: str, chat_template: str | None = None):
-        self.folder = folder
-        self._hf = _load_hf(folder)
-        self._rust = self._hf.backend_tokenizer
+        hf = _load_hf(folder)
+        self._rust = hf.backend_tokenizer
         self._rust.no_padding()  # either may be switched on in tokenizer.json
         self._rust.no_truncation()
-        self.vocab_size = max(self._hf.get_vocab().values()) + 1
+        self.vocab_size: int = max(hf.get_vocab().values()) + 1
         own = self._rust.encode("").ids  # the special tokens that its post-processor adds
-        self.bos_id: int | None = self._hf.bos_token_id if self._hf.bos_token_id in own else None
-        self.eos_id: int | None = self._hf.eos_token_id
-        self.pad_id: int | None = self._hf.pad_token_id
-        template = chat_template if chat_template is not None else self._hf.chat_template
+        self.bos_id: int | None = hf.bos_token_id if hf.bos_token_id in own else None
+        self.eos_id: int | None = hf.eos_token_id
+        self.pad_id: int | None = hf.pad_token_id
+        template = chat_template if chat_template is not None else hf.chat_template
         if isinstance(template, dict):  # several named templates
             template = template.get("default") or next(iter(template.values()), None)
         self.template: str | None = template
-
-    @property
-    def special_tokens(self) -> tuple[str, ...]:
-        """Texts of special and added tokens, longest first."""
-        added = {t.content for t in self._hf.added_tokens_decoder.values()}
-        return tuple(sorted(added | set(self._hf.all_special_tokens), key=lambda t: (-len(t), t)))
+        self._lengths = byte_lengths(self._rust)
+        self._named_tokens: dict[str, Any] = dict(hf.special_tokens_map)  # what a template may ask for
+        added = {t.content for t in hf.added_tokens_decoder.values()} | set(hf.all_special_tokens)
+        self.special_tokens: tuple[str, ...] = tuple(sorted(added, key=lambda t: (-len(t), t)))
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, nothing added."""
         encodings = self._rust.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(e.ids, dtype=np.int32) for e in encodings]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids; special tokens are left out."""
-        return str(self._hf.decode(list(ids), skip_special_tokens=True))
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of the ids, with the special tokens or without."""
+        return str(self._rust.decode(list(ids), skip_special_tokens=not special))
 
-    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(ids [n], spans [n, 2]) of each text; a span is the characters [start, end) that the token stands for."""
-        encodings = self._rust.encode_batch(list(texts), add_special_tokens=False)
-        out = []
-        for e in encodings:
+    def encode_with_mask(
+        self, texts: Sequence[str], spans: Sequence[list[Span]] | None
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(ids [n], mask [n] uint8) of each text: 1 for a token with a character of the text's spans; None: for all."""
+        if spans is None:
+            for ids in self.encode_batch(texts):
+                yield ids, np.ones(ids.shape, np.uint8)
+            return
+        if self._lengths is None:
+            yield from self._by_offsets(texts, spans)
+            return
+        for text, marked, ids in zip(texts, spans, self.encode_batch(texts), strict=True):
+            mask = self._lengths.mask(text, ids, marked)
+            if mask is None:
+                yield from self._by_offsets([text], [marked])
+            else:
+                yield ids, mask
+
+    def _by_offsets(self, texts: Sequence[str], spans: Sequence[list[Span]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for e, marked in zip(self._rust.encode_batch(list(texts), add_special_tokens=False), spans, strict=True):
             ids = np.array(e.ids, dtype=np.int32)
-            flat = np.fromiter(chain.from_iterable(e.offsets), dtype=np.int32, count=2 * len(ids))
-            out.append((ids, flat.reshape(-1, 2)))
-        return out
+            yield ids, span_mask(e, len(ids), marked)
 
     def render(self, conversations: Sequence[list[dict[str, Any]]], *, generation_prompt: bool = False) -> list[str]:
         """The chat template's text of each conversation; raises what the template raises."""
-        rendered: list[str] = self._hf.apply_chat_template(
-            list(conversations),
-            chat_template=self.template,
-            tokenize=False,
-            add_generation_prompt=generation_prompt,
-        )
+        rendered: list[str] = self._render(list(conversations), add_generation_prompt=generation_prompt)[0]
         return rendered
 
-    def render_generation_spans(self, conversation: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+    def render_generation_spans(self, conversation: list[dict[str, Any]]) -> tuple[str, list[Span]]:
         """Text of a conversation and the spans inside the template's own `{% generation %}` tags."""
+        texts, spans = self._render([conversation], return_assistant_tokens_mask=True)
+        return texts[0], [(int(a), int(b)) for a, b in spans[0]]
+
+    def _render(self, conversations: list[list[dict[str, Any]]], **kwargs: Any) -> Any:
+        """What `apply_chat_template` itself calls; a worker process imports this much of transformers and no more."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        render: Any = render_jinja_template  # its annotation says str where a pair is returned
-        texts, spans = render(
-            conversations=[conversation],
-            chat_template=self.template,
-            return_assistant_tokens_mask=True,
-            **self._hf.special_tokens_map,
-        )
-        return texts[0], [(int(a), int(b)) for a, b in spans[0]]
+        call: Any = render_jinja_template  # its annotation says str where a pair is returned
+        return call(conversations, chat_template=self.template, **self._named_tokens, **kwargs)
 
 
 def _load_hf(folder: str) -> Any:

@@ -3,50 +3,95 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from itertools import islice
+from multiprocessing.context import BaseContext
+from types import ModuleType
 from typing import Any, TypeVar
+
+from hybrid5d.config.errors import DataError
 
 Payload = TypeVar("Payload")
 Label = TypeVar("Label")
 Result = TypeVar("Result")
 
-_AHEAD = 2  # batches in flight per worker: bounds memory
+_AHEAD = 3  # batches in flight per worker: bounds memory
 _encode: Callable[[Any], Any]  # of a worker process, set once when it starts
 
 
-def _start(make_encoder: Callable[[], Callable[[Any], Any]]) -> None:
+def _start(encode: Callable[[Any], Any]) -> None:
     global _encode
-    _encode = make_encoder()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _encode = encode
 
 
 def _run(payload: Any) -> Any:
     return _encode(payload)
 
 
-def encode_batches(
-    make_encoder: Callable[[], Callable[[Payload], Result]], batches: Iterable[tuple[Payload, Label]], num_workers: int
-) -> Iterator[tuple[Result, Label]]:
-    """(encoder(payload), label) for every (payload, label), in order.
+def _context() -> BaseContext:
+    """How workers start: from a server without threads that has imported what they need, where there is one.
 
-    With `num_workers` > 0 that many processes encode; `make_encoder` must then be picklable. It is called here first,
-    so that what is wrong with the tokenizer is raised in the caller.
+    Never by a fork of the caller: that would inherit the locks of the tokenizer's, torch's and gloo's threads.
     """
-    encode = make_encoder()
-    if num_workers <= 0:
-        for payload, label in batches:
-            yield encode(payload), label
-        return
-    context = multiprocessing.get_context("spawn")  # a forked child would inherit the tokenizer's and torch's threads
-    with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start, initargs=(make_encoder,)) as pool:
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        [__name__, "hybrid5d.data.chat", "tokenizers", "transformers.utils.chat_template_utils"]
+    )
+    return context
+
+
+@contextmanager
+def _no_main_module() -> Iterator[None]:
+    """Inside, a new process does not import the caller's main module: a script without a guard would run again."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _pool(encode: Callable[[Any], Any], num_workers: int) -> tuple[Executor, Callable[[Any], Any]]:
+    """Where batches are encoded, and what is called there."""
+    if num_workers <= 0:  # the tokenizer works outside the interpreter's lock: one batch in it, one before or after it
+        return ThreadPoolExecutor(2), encode
+    return ProcessPoolExecutor(num_workers, mp_context=_context(), initializer=_start, initargs=(encode,)), _run
+
+
+def encode_batches(
+    encode: Callable[[Payload], Result], batches: Iterable[tuple[Payload, Label]], num_workers: int
+) -> Iterator[tuple[Result, Label]]:
+    """(encode(payload), label) for every (payload, label), in order.
+
+    With `num_workers` > 0 that many processes encode; `encode` must then be picklable, and importable by name from
+    anywhere but the main module. With 0 two threads of the caller do, and the tokenizer's own. Raises DataError where a
+    process is killed.
+    """
+    pool, call = _pool(encode, num_workers)
+    with pool:
         iterator = iter(batches)
         waiting: deque[tuple[Future[Result], Label]] = deque()
         while True:
-            for payload, label in islice(iterator, max(0, _AHEAD * num_workers - len(waiting))):
-                waiting.append((pool.submit(_run, payload), label))
+            for payload, label in islice(iterator, max(0, _AHEAD * max(1, num_workers) - len(waiting))):
+                with _no_main_module():
+                    waiting.append((pool.submit(call, payload), label))
             if not waiting:
                 return
             future, label = waiting.popleft()
-            yield future.result(), label
+            try:
+                result = future.result()
+            except BrokenProcessPool as e:
+                raise DataError(
+                    f"a tokenising process of {num_workers} died (killed for memory?)."
+                    " Fix: a smaller data.num_workers; 0 tokenises in the caller"
+                ) from e
+            yield result, label

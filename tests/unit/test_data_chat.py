@@ -117,12 +117,13 @@ def test_masks_against_the_reference(folders: dict[str, Path], kind: str, templa
         text = "".join(p for p, _ in pieces)
         if template != "tagged":
             assert tokenizer.render([turns]) == [text]
-        ((ids, spans),) = tokenizer.encode_with_offsets([text])
+        encoding = tokenizer._rust.encode(text, add_special_tokens=False)
+        ids, spans = np.array(encoding.ids), np.array(encoding.offsets).reshape(-1, 2)
         assert result[0].tolist() == ids.tolist()
         assert result[1].tolist() == reference_mask(pieces, spans), (turns, text)
         if kind == "character":  # one token a character: the mask is the reference itself
             written = "".join(t for t, w in pieces if w)
-            assert tokenizer._hf.decode(ids[result[1] == 1]) == written
+            assert tokenizer.decode(ids[result[1] == 1], special=True) == written
 
 
 @pytest.mark.parametrize("template", ["chatml", "reasoning"])
@@ -160,7 +161,7 @@ def test_tool_calls(folders: dict[str, Path]) -> None:
         ChatKeys(),
     )
     ((ids, mask),) = ChatEncoder(tokenizer, "assistant").encode([messages])  # type: ignore[misc]
-    assert tokenizer._hf.decode(ids[mask == 1]) == "<call>look</call><|im_end|>It is sunny.<|im_end|>"
+    assert tokenizer.decode(ids[mask == 1], special=True) == "<call>look</call><|im_end|>It is sunny.<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -250,7 +251,7 @@ def test_template_that_adds_to_an_answer(folders: dict[str, Path]) -> None:
     template = CHATML + "{% if messages[-1].content == 'Hello there.' %}EXTRA{% endif %}"
     tokenizer = FastTokenizer(str(folders["character"]), template)
     ((ids, mask),) = ChatEncoder(tokenizer, "assistant").encode([CONVERSATIONS[0]])  # type: ignore[misc]
-    assert tokenizer._hf.decode(ids[mask == 1]) == "Hello there.<|im_end|>\nEXTRA"
+    assert tokenizer.decode(ids[mask == 1], special=True) == "Hello there.<|im_end|>\nEXTRA"
 
 
 def test_template_that_hides_its_turns(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -288,4 +289,4 @@ def test_padding_and_truncation_of_the_folder_are_off(folders: dict[str, Path], 
     t.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path), model_vocab_size=1000)
     (ids,) = tokenizer.encode_batch(["a long line of text, longer than four tokens"])
-    assert tokenizer._hf.decode(ids) == "a long line of text, longer than four tokens"  # type: ignore[union-attr]
+    assert tokenizer.decode(ids) == "a long line of text, longer than four tokens"  # type: ignore[union-attr]
