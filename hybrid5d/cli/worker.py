@@ -159,7 +159,7 @@ def _introduction(plan: RunPlan, env: LaunchEnv, loader: Loader | None, notices:
         f"tp {layout.tp}{' + sp' if plan.sequence_parallel else ''} x cp {layout.cp} x dp {layout.dp} x pp {layout.pp}"
     )
     rows = f"{batch.global_batch_size} rows a step" + (
-        "" if runner.seq_length is None else f" of up to {runner.seq_length} tokens"
+        "" if plan.config.row_length is None else f" of up to {plan.config.row_length} tokens"
     )
     parts = "micro-batches by token budget" if batch.dynamic else (
         f"{batch.gradient_accumulation_steps} micro-batches of {batch.micro_batch_size} per dp rank"

@@ -157,7 +157,9 @@ class AlgorithmConfig(Block):
     logprob_forward_micro_batch_size: Int | None = key(
         None, "sequences per log-prob forward pass; null: not checked", "sequences", ge=1
     )
-    loss_agg_func: str = key("token-mean", "RLinf's averaging of the loss inside a micro-batch")
+    loss_agg_func: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = key(
+        "token-mean", "RLinf's averaging of the loss inside a micro-batch; ours averages over tokens"
+    )
     use_valid_token_scale: Bool = key(False, "RLinf's re-weighting by token counts")
     multi_agent: Bool = key(False, "prompts yield any number of sequences (RLinf: agentloop.is_dynamic_rollout_batch)")
     sampling_params: SamplingConfig = key(SamplingConfig, "temperature")
@@ -204,7 +206,7 @@ class ModelConfig(Block):
     )
     recompute_num_layers: Int | None = key(None, "the n of recompute_method", "layers", ge=1, le=MAX_RANKS)
     seq_length: Int | None = key(None, "row length where runner.seq_length is absent", "tokens", ge=1)
-    encoder_seq_length: Int | None = key(None, "RLinf's second name of the row length", "tokens", ge=1)
+    encoder_seq_length: Int | None = key(None, "row length where seq_length is absent too", "tokens", ge=1)
     num_layers: Int | None = key(None, "decoder layers; the folder's config.json wins", "layers", ge=1, le=MAX_RANKS)
     hidden_size: Int | None = key(None, "residual width; config.json wins", ge=1)
     ffn_hidden_size: Int | None = key(None, "MLP width; config.json wins", ge=1)
@@ -298,6 +300,12 @@ class RunConfig(Block):
     algorithm: AlgorithmConfig = key(AlgorithmConfig, "RL batch arithmetic")
     actor: ActorConfig = key(ActorConfig, "the trained model")
     _account: Any = PrivateAttr(default=None)
+
+    @property
+    def row_length(self) -> int | None:
+        """Tokens that a row is cut to: runner.seq_length, else the model block's; None: the longest row of the data."""
+        model = self.actor.model
+        return self.runner.seq_length or model.seq_length or model.encoder_seq_length
 
     @property
     def account(self) -> Any:

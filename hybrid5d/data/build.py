@@ -73,7 +73,7 @@ def _data_options(plan: RunPlan, paths: tuple[str, ...]) -> DataOptions:
     return DataOptions(
         type=config.type,
         paths=paths,
-        seq_length=plan.config.runner.seq_length or plan.config.actor.model.seq_length,
+        seq_length=plan.config.row_length,
         vocab_size=plan.model.vocab_size,
         tokenizer=tokenizer_name(plan),
         overlong=config.overlong,

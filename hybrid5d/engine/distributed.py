@@ -25,6 +25,8 @@ def ensure_distributed(timeout_minutes: float = 10.0) -> None:
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         timeout = datetime.timedelta(minutes=timeout_minutes)
+        # DeepSpeed makes its groups without a timeout, and torch would give those 10 (NCCL) or 30 minutes.
+        c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
         if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             dist.init_process_group(backend, timeout=timeout)
         else:

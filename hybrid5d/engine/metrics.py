@@ -101,8 +101,9 @@ class WandB:
 def open_trackers(config: RunConfig, folder: Path) -> list[Tracker]:
     """The trackers of a run; `missing_trackers` was asked before."""
     logger, found = config.runner.logger, list[Tracker]()
+    folder = Path(logger.log_path or folder)
     if "tensorboard" in logger.logger_backends:
-        found.append(TensorBoard(Path(logger.log_path or folder) / "tensorboard"))
+        found.append(TensorBoard(folder / "tensorboard"))
     if "wandb" in logger.logger_backends:
         found.append(WandB(folder, config))
     return found

@@ -55,6 +55,12 @@ def asked_zero_stage(config: RunConfig) -> int:
     return 1 if config.actor.optim.use_distributed_optimizer else 0
 
 
+def offload_ratio(config: RunConfig) -> float:
+    """Part of the optimizer state that DeepSpeed keeps on the CPU: it takes a part with ZeRO 3 only, else all of it."""
+    fraction = config.actor.optim.optimizer_offload_fraction
+    return fraction if asked_zero_stage(config) == 3 else math.ceil(fraction)
+
+
 def optimizer_block(config: RunConfig) -> dict[str, Any]:
     """`optimizer` of the ds_config."""
     optim = config.actor.optim
@@ -97,7 +103,7 @@ def _zero(config: RunConfig) -> dict[str, Any]:
     }
     optim = config.actor.optim
     if optim.optimizer_cpu_offload and optim.optimizer_offload_fraction > 0:
-        zero["offload_optimizer"] = {"device": "cpu", "ratio": optim.optimizer_offload_fraction}
+        zero["offload_optimizer"] = {"device": "cpu", "ratio": offload_ratio(config)}
     if config.actor.megatron.ddp_bucket_size is not None:
         zero["reduce_bucket_size"] = config.actor.megatron.ddp_bucket_size
     return zero

@@ -23,6 +23,7 @@ class ModelNumbers:
     num_key_value_heads: int | None = None
     vocab_size: int | None = None
     source: str = ""
+    intermediate_size: int | None = None
 
 
 @dataclass
@@ -52,7 +53,7 @@ def read_model(config: RunConfig, training: bool) -> ModelReading:
     heads = model.num_attention_heads
     reading.numbers = ModelNumbers(
         model.num_layers, heads, model.num_query_groups or None, model.padded_vocab_size,
-        "the YAML" if model.num_layers or heads or model.num_query_groups else "",
+        "the YAML" if model.num_layers or heads or model.num_query_groups else "", model.ffn_hidden_size,
     )  # fmt: skip
     return reading
 
@@ -76,8 +77,9 @@ def _from_folder(folder: Path, reading: ModelReading, training: bool) -> None:
         return
     reading.spec = spec
     reading.numbers = ModelNumbers(
-        spec.num_layers, spec.num_attention_heads, spec.num_key_value_heads, spec.vocab_size, str(folder)
-    )
+        spec.num_layers, spec.num_attention_heads, spec.num_key_value_heads, spec.vocab_size, str(folder),
+        spec.intermediate_size,
+    )  # fmt: skip
 
 
 def is_vision(raw: dict[str, Any]) -> bool:
@@ -91,9 +93,9 @@ def _vision(folder: Path, raw: dict[str, Any], reading: ModelReading, training: 
         reading.errors.append(ConfigError(_KEY, str(folder), rule, "use a text model"))
     text = raw.get("text_config") if isinstance(raw.get("text_config"), dict) else raw
     assert isinstance(text, dict)
-    numbers = (text.get(n) for n in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size"))
-    layers, heads, kv, vocab = (n if isinstance(n, int) else None for n in numbers)
-    reading.numbers = ModelNumbers(layers, heads, kv or heads, vocab, f"{folder} (its language model)")
+    names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "intermediate_size")
+    layers, heads, kv, vocab, inner = (n if isinstance(n, int) else None for n in map(text.get, names))
+    reading.numbers = ModelNumbers(layers, heads, kv or heads, vocab, f"{folder} (its language model)", inner)
     reading.notices.append(
         "vision-language model: the numbers are those of its language model; training it is not supported yet"
     )
@@ -105,6 +107,9 @@ def _compare(config: RunConfig, reading: ModelReading) -> None:
         ("num_layers", model.num_layers, numbers.num_layers),
         ("num_attention_heads", model.num_attention_heads, numbers.num_attention_heads),
         ("num_query_groups", model.num_query_groups, numbers.num_key_value_heads),
+        ("hidden_size", model.hidden_size, reading.spec.hidden_size if reading.spec else None),
+        ("ffn_hidden_size", model.ffn_hidden_size, numbers.intermediate_size),
+        ("padded_vocab_size", model.padded_vocab_size, numbers.vocab_size),
     )
     for name, written, real in pairs:
         if written is not None and real is not None and written != real:

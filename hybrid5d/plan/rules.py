@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 from pathlib import Path
 
 from hybrid5d.config.errors import ConfigError
@@ -44,7 +45,7 @@ def world_rules(config: RunConfig, world_size: int) -> list[ConfigError]:
 
 
 def head_rules(model: ModelConfig, numbers: ModelNumbers, ranks_per_node: int | None = None) -> list[ConfigError]:
-    """Query and key/value heads against tp and, for Ulysses, cp."""
+    """Query and key/value heads and MLP width against tp and, for Ulysses, heads against cp."""
     errors: list[ConfigError] = []
     tp, heads, kv = model.tensor_model_parallel_size, numbers.num_attention_heads, numbers.num_key_value_heads
     key = f"{_M}tensor_model_parallel_size"
@@ -54,6 +55,10 @@ def head_rules(model: ModelConfig, numbers: ModelNumbers, ranks_per_node: int | 
     elif kv is not None and kv % tp and tp % kv:
         rule = f"num_key_value_heads={kv} is neither a multiple nor a divisor of it"
         errors.append(ConfigError(key, tp, rule, f"use one of {_some(_tp_values(heads or kv, kv))}"))
+    inner = numbers.intermediate_size
+    if inner is not None and inner % tp:
+        rule = f"the MLP width {inner} (intermediate_size, ffn_hidden_size) is not a multiple of it"
+        errors.append(ConfigError(key, tp, rule, f"use one of {_some(_tp_values(math.gcd(inner, heads or inner), kv))}"))
     if not errors and heads is not None:
         cp, sizes = model.context_parallel_size, model.hierarchical_context_parallel_sizes
         degree = ulysses_degree(model.cp_comm_type, sizes, kv or heads, tp, cp, ranks_per_node)
@@ -165,10 +170,10 @@ def dynamic_rules(config: RunConfig) -> list[ConfigError]:
     key, budget = "runner.max_tokens_per_mbs", runner.max_tokens_per_mbs
     if budget is None:
         return [ConfigError(key, None, "enable_dynamic_batch_size needs a token budget", "write tokens per GPU")]
-    length = runner.seq_length
+    length = config.row_length
     if length is not None and budget * cp < length:
         need = -(-length // cp)
-        rule = f"{budget} x cp {cp} = {budget * cp} tokens do not hold one row of runner.seq_length={length}"
+        rule = f"{budget} x cp {cp} = {budget * cp} tokens do not hold one row of seq_length={length}"
         return [ConfigError(key, budget, rule, f"use {need} or more")]
     return []
 

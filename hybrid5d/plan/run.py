@@ -12,7 +12,13 @@ from hybrid5d.config.placement import Placement, actor_placement
 from hybrid5d.config.schema import RunConfig
 from hybrid5d.plan import rules
 from hybrid5d.plan.batch import BatchPlan, plan_batch
-from hybrid5d.plan.deepspeed_config import PrecisionPlan, asked_zero_stage, build_deepspeed, plan_precision
+from hybrid5d.plan.deepspeed_config import (
+    PrecisionPlan,
+    asked_zero_stage,
+    build_deepspeed,
+    offload_ratio,
+    plan_precision,
+)
 from hybrid5d.plan.layout import ParallelLayout
 from hybrid5d.plan.model import ModelNumbers, ModelReading, read_model
 from hybrid5d.plan.schedule import LRSchedule, build_schedule
@@ -202,24 +208,44 @@ def _notices(plan: RunPlan, reading: ModelReading) -> tuple[str, ...]:
         told.append("recompute_method without recompute_granularity: nothing is recomputed")
     if "swanlab" in config.runner.logger.logger_backends:
         told.append("tracker swanlab is not fed; metrics.jsonl always is")
-    told += _loss_notice(config) + _more_than_megatron(plan, reading.numbers)
+    fraction = config.actor.optim.optimizer_offload_fraction
+    if config.actor.optim.optimizer_cpu_offload and offload_ratio(config) != fraction:
+        told.append(
+            f"optimizer_offload_fraction={fraction:g} becomes 1: DeepSpeed keeps a part of the optimizer state on the "
+            "CPU with ZeRO 3 only, else all of it"
+        )
+    told += _length_notice(config) + _loss_notice(config) + _more_than_megatron(plan, reading.numbers)
     return tuple(told)
 
 
+def _length_notice(config: RunConfig) -> list[str]:
+    """The model block's lengths where another one decides."""
+    model, length = config.actor.model, config.row_length
+    given = (("seq_length", model.seq_length), ("encoder_seq_length", model.encoder_seq_length))
+    decides = "runner.seq_length" if config.runner.seq_length else "actor.model.seq_length"
+    return [
+        f"actor.model.{name}={value} is not read: {decides}={length} is the row length"
+        for name, value in given
+        if value is not None and value != length
+    ]
+
+
 def _loss_notice(config: RunConfig) -> list[str]:
-    foreign = config.account is not None and config.account.foreign
-    if not foreign or config.actor.loss_normalization == "micro_batch":
-        return []
     told = []
     if config.algorithm.use_valid_token_scale:
-        told.append("use_valid_token_scale: RLinf scales gradients by token counts of the RL step; hybrid5d does not")
+        told.append(
+            "use_valid_token_scale=True: RLinf scales gradients by token counts of the RL step; hybrid5d does not"
+        )
     if config.algorithm.loss_agg_func != "token-mean":
-        told.append(f"loss_agg_func {config.algorithm.loss_agg_func} is RLinf's; hybrid5d averages over tokens")
+        told.append(f"loss_agg_func={config.algorithm.loss_agg_func} is RLinf's; hybrid5d averages over tokens")
+    foreign = config.account is not None and config.account.foreign
+    if not foreign or config.actor.loss_normalization == "micro_batch":
+        return told
+    same = "" if told else "; actor.loss_normalization: micro_batch reproduces RLinf's"
     return [
         *told,
         "loss: RLinf takes the mean over micro-batches of per-micro-batch "
-        "means, hybrid5d the exact mean over all valid tokens of "
-        "the global batch; actor.loss_normalization: micro_batch reproduces RLinf's",
+        f"means, hybrid5d the exact mean over all valid tokens of the global batch{same}",
     ]
 
 

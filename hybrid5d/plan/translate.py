@@ -8,6 +8,7 @@ from hybrid5d.config.account import Account
 from hybrid5d.config.classify import owner
 from hybrid5d.config.schema import RunConfig, schema_keys
 from hybrid5d.config.tree import get, leaves
+from hybrid5d.plan.deepspeed_config import offload_ratio
 from hybrid5d.plan.run import RunPlan
 from hybrid5d.plan.targets import DEEPSPEED_TARGETS, engine_target
 
@@ -104,10 +105,14 @@ def _lost(name: str, plan: RunPlan | None) -> tuple[str, str] | None:
     offload = ("actor.optim.optimizer_cpu_offload", "actor.optim.optimizer_offload_fraction")
     if name in offload and "offload_optimizer" not in plan.deepspeed["zero_optimization"]:
         return "dropped", "nothing is offloaded: it takes the switch and a fraction above 0"
+    if name == offload[1] and offload_ratio(config) != config.actor.optim.optimizer_offload_fraction:
+        return "overridden", "DeepSpeed offloads a part with ZeRO 3 only: all of it goes to the CPU"
     if name == "actor.optim.sgd_momentum" and config.actor.optim.optimizer != "sgd":
         return "dropped", "only sgd reads it"
     if name.startswith("actor.optim.adam_") and config.actor.optim.optimizer == "sgd":
         return "dropped", "only adam reads it"
+    if name.startswith("actor.lr_sched.lr_wsd_") and sched.lr_decay_style != "WSD":
+        return "dropped", "only lr_decay_style WSD reads it"
     if name in _ARCHITECTURE and plan.model is not None:
         return "overridden", "config.json of the model folder wins"
     return _lost_rl(name, plan)
@@ -142,6 +147,8 @@ def _lost_rl(name: str, plan: RunPlan) -> tuple[str, str] | None:
         return "dropped", "width of RLinf's left-padded prompts; our rows are not padded that way"
     if name in ("actor.model.seq_length", "actor.model.encoder_seq_length") and config.runner.seq_length is not None:
         return "overridden", "runner.seq_length is the row length"
+    if name == "actor.model.encoder_seq_length" and config.actor.model.seq_length is not None:
+        return "overridden", "actor.model.seq_length is the row length"
     return None
 
 

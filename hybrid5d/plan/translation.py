@@ -166,7 +166,7 @@ def _engine(plan: RunPlan) -> dict[str, Any]:
         "freeze_parameters": list(config.actor.freeze_parameters),
         "seed": config.actor.seed,
         "data_seed": config.data.seed,
-        "seq_length": runner.seq_length or model.seq_length,
+        "seq_length": config.row_length,
         "packing": config.data.packing,
         "model_path": model.model_path,
         "tokenizer": config.actor.tokenizer.tokenizer_model,

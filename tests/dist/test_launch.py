@@ -160,5 +160,9 @@ def test_eval_verb_gives_the_loss_of_the_start_weights(one_process: Path, tmp_pa
     assert ended.code == 0, ended.err
     found = json.loads((tmp_path / "run" / "eval" / "result.json").read_text())
     assert found["rows"] == 24 and f"loss {found['loss']:.4f}" in ended.out
-    first = metrics(one_process)[0]
-    assert abs(found["loss"] - first["loss"]) < 0.2, "same weights, other rows"
+    whole = write_run(tmp_path / "whole")  # the same rows as one training step: its loss is of the start weights, too
+    words = ["actor.global_batch_size=24", "runner.max_steps=1", f"data.train_data_paths=[{rows}]"]
+    ended = run([*launcher("python", 1), "--config", str(whole), *words])
+    assert ended.code == 0, ended.err
+    (step,) = metrics(tmp_path / "whole" / "run")
+    assert len(step["rows_seen"]) == 24 and found["loss"] == pytest.approx(step["loss"], abs=1e-5)
