@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-Span = tuple[int, int]
+from hybrid5d.data.chat_mask import Span
 
 
 @dataclass(frozen=True)

@@ -131,14 +131,15 @@ class TurnFinder:
         if any(len(m) > 2 for m in messages):  # more than role and content: nothing that its roles alone decide
             return None
         shape = tuple(m["role"] for m in messages)
-        if shape not in self._shapes:
-            if len(self._shapes) >= _MOST_SHAPES:
-                self._shapes.clear()
-            try:
-                self._shapes[shape] = self._frame(messages, list(range(len(messages))), turns)
-            except Exception:  # a template may want other contents than marks; its own frame will tell
-                self._shapes[shape] = None
-        return self._shapes[shape]
+        if shape in self._shapes:
+            return self._shapes[shape]
+        try:
+            frame = self._frame(messages, list(range(len(messages))), turns)
+        except Exception:  # a template may want other contents than marks; its own frame will tell
+            frame = None
+        if len(self._shapes) < _MOST_SHAPES:
+            self._shapes[shape] = frame
+        return frame
 
     def _frame_of_answers(self, messages: list[Message], turns: list[int]) -> _Frame | None:
         return self._frame(messages, turns, turns)
@@ -152,8 +153,8 @@ class TurnFinder:
             literals.append(text[rest : found.start()])
             places.append(int(found[1]))
             rest = found.end()
-        if [p for p in places if p in turns] != turns or len(set(places)) != len(places):
-            return None
+        if [p for p in places if p in turns] != turns or len(set(places)) != len(places) or not {*places} <= {*marked}:
+            return None  # the last: a user may have written a mark
         return _Frame(tuple(literals), tuple(places), text[rest:])
 
 

@@ -22,6 +22,7 @@ Label = TypeVar("Label")
 Result = TypeVar("Result")
 
 _AHEAD = 3  # batches in flight per worker: bounds memory
+_SLOW_IMPORTS = ("hybrid5d.data.chat", "tokenizers", "transformers.utils.chat_template_utils")
 _encode: Callable[[Any], Any]  # of a worker process, set once when it starts
 
 
@@ -36,16 +37,14 @@ def _run(payload: Any) -> Any:
 
 
 def _context() -> BaseContext:
-    """How workers start: from a server without threads that has imported what they need, where there is one.
+    """How workers start: from a server without threads that has imported what the caller has, where there is one.
 
     Never by a fork of the caller: that would inherit the locks of the tokenizer's, torch's and gloo's threads.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [__name__, "hybrid5d.data.chat", "tokenizers", "transformers.utils.chat_template_utils"]
-    )
+    context.set_forkserver_preload([__name__, *(m for m in _SLOW_IMPORTS if m in sys.modules)])
     return context
 
 

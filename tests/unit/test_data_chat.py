@@ -254,6 +254,15 @@ def test_template_that_adds_to_an_answer(folders: dict[str, Path]) -> None:
     assert tokenizer.decode(ids[mask == 1], special=True) == "Hello there.<|im_end|>\nEXTRA"
 
 
+def test_text_that_looks_like_a_mark(folders: dict[str, Path]) -> None:
+    """The marks of the search are ordinary text where a user or the model wrote them."""
+    tokenizer = FastTokenizer(str(folders["character"]), CHATML)
+    for said in ("Zq7turn9xJ5", "Zq7turn1xJ5", "Zq7turn0xJ5 Zq7turn3xJ5"):
+        talk = [{"role": "user", "content": said, "name": "x"}, {"role": "assistant", "content": f"{said}."}]
+        ((ids, mask),) = ChatEncoder(tokenizer, "assistant").encode([talk])  # type: ignore[misc]
+        assert tokenizer.decode(ids[mask == 1], special=True) == f"{said}.<|im_end|>"
+
+
 def test_template_that_hides_its_turns(folders: dict[str, Path], tmp_path: Path) -> None:
     """An answer that decides what the template writes elsewhere cannot be told apart: refused, not guessed."""
     template = "{% for m in messages %}{{ m.content | length ~ ':' ~ m.content ~ ';' }}{% endfor %}"
