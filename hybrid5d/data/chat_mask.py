@@ -7,17 +7,35 @@ rendering the same conversation with a mark in place of what an assistant says a
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Protocol
 
 import numpy as np
 
 Span = tuple[int, int]
 Message = dict[str, Any]
-_MARK = "Zq7turn{}xJ5"
-_ANY_MARK = re.compile(_MARK.format(r"(\d+)"))
 _MOST_SHAPES = 1024
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class _Marks:
+    """Texts that stand for contents while a template is rendered."""
+
+    salt: int = 7
+
+    @classmethod
+    def absent_from(cls, text: str) -> _Marks:
+        """Marks that the text does not hold: a user may have written the usual ones."""
+        return cls(next(n for n in count(7) if f"Zq{n}turn" not in text))
+
+    def __call__(self, place: int) -> str:
+        return f"Zq{self.salt}turn{place}xJ5"
+
+    def find(self, text: str) -> Iterator[re.Match[str]]:
+        return re.finditer(rf"Zq{self.salt}turn(\d+)xJ5", text)
 
 
 class TemplateError(ValueError):
@@ -64,7 +82,7 @@ def probe_template(renderer: Renderer) -> TemplateProfile:
         raise TemplateError("the tokenizer has no chat template. Fix: set data.chat_template to a Jinja file")
     if _GENERATION_TAG.search(renderer.template):
         return TemplateProfile(True, "", (), True, "", False)
-    mark = _MARK.format(0)
+    mark = _Marks()(0)
     question = [{"role": "user", "content": "Zq7question"}]
     try:
         text, bare = renderer.render([[*question, {"role": "assistant", "content": mark}], question])
@@ -121,40 +139,40 @@ class TurnFinder:
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         if self._profile.plain and not any(messages[i].get("tool_calls") for i in turns):
             for frame_of in (self._frame_of_shape, self._frame_of_answers):
-                frame = frame_of(messages, turns)
+                frame = frame_of(messages, turns, text)
                 spans = None if frame is None else frame.spans(text, messages, self._profile)
                 if spans is not None:
                     return spans
         return [_span_of_turn(self._renderer, self._profile, messages, turn, text) for turn in turns]
 
-    def _frame_of_shape(self, messages: list[Message], turns: list[int]) -> _Frame | None:
+    def _frame_of_shape(self, messages: list[Message], turns: list[int], text: str) -> _Frame | None:
         if any(len(m) > 2 for m in messages):  # more than role and content: nothing that its roles alone decide
             return None
         shape = tuple(m["role"] for m in messages)
         if shape in self._shapes:
             return self._shapes[shape]
         try:
-            frame = self._frame(messages, list(range(len(messages))), turns)
+            frame = self._frame(messages, list(range(len(messages))), turns, _Marks())
         except Exception:  # a template may want other contents than marks; its own frame will tell
             frame = None
         if len(self._shapes) < _MOST_SHAPES:
             self._shapes[shape] = frame
         return frame
 
-    def _frame_of_answers(self, messages: list[Message], turns: list[int]) -> _Frame | None:
-        return self._frame(messages, turns, turns)
+    def _frame_of_answers(self, messages: list[Message], turns: list[int], text: str) -> _Frame | None:
+        return self._frame(messages, turns, turns, _Marks.absent_from(text))
 
-    def _frame(self, messages: list[Message], marked: list[int], turns: list[int]) -> _Frame | None:
+    def _frame(self, messages: list[Message], marked: list[int], turns: list[int], marks: _Marks) -> _Frame | None:
         """The text around the contents of the `marked` messages; None where an answer is not there exactly once."""
-        contents = {i: {**messages[i], "content": _MARK.format(i)} for i in marked}
+        contents = {i: {**messages[i], "content": marks(i)} for i in marked}
         (text,) = self._renderer.render([[contents.get(i, m) for i, m in enumerate(messages)]])
         literals, places, rest = [], [], 0
-        for found in _ANY_MARK.finditer(text):
+        for found in marks.find(text):
             literals.append(text[rest : found.start()])
             places.append(int(found[1]))
             rest = found.end()
-        if [p for p in places if p in turns] != turns or len(set(places)) != len(places) or not {*places} <= {*marked}:
-            return None  # the last: a user may have written a mark
+        if [p for p in places if p in turns] != turns or len(set(places)) != len(places):
+            return None
         return _Frame(tuple(literals), tuple(places), text[rest:])
 
 
@@ -201,7 +219,7 @@ def _span_of_turn(renderer: Renderer, profile: TemplateProfile, messages: list[M
     Rendered with a mark as this answer alone, the text around the mark is the text around the answer, unless the
     template decides by the answer's content; then what the conversation looks like before and after the turn tells.
     """
-    mark = _MARK.format(turn)
+    mark = _Marks.absent_from(text)(turn)
     marked = [{**m, "content": mark} if i == turn else m for i, m in enumerate(messages)]
     (skeleton,) = renderer.render([marked])
     before, found, after = skeleton.partition(mark)
