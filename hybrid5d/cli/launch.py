@@ -32,15 +32,16 @@ def launch(words: Words, num_procs: int | None, launcher: str | None, *, evaluat
     Raises:
         ConfigErrors: everything that is wrong, before anything is started.
     """
-    count = num_procs if num_procs is not None else default_processes(words)
-    chosen = launcher or ("python" if count == 1 else "deepspeed")
-    if chosen not in LAUNCHERS:
-        fix = f"use one of {', '.join(LAUNCHERS)}"
-        raise ConfigErrors([ConfigError("--launcher", chosen, "unknown launcher", fix)])
-    if chosen == "python" and count > 1:
-        rule = f"plain python starts one process, --num-procs is {count}"
-        raise ConfigErrors([ConfigError("--launcher", chosen, rule, "use deepspeed, accelerate or torchrun")])
-    plan, notices = plan_run(words, LaunchEnv(0, count, 0, count, chosen), evaluate=evaluate)
+    faults = _launcher_faults(launcher, num_procs)
+    try:
+        count = num_procs if num_procs is not None else default_processes(words, evaluate=evaluate)
+        faults = faults or _launcher_faults(launcher, count)
+        chosen = launcher or ("python" if count == 1 else "deepspeed")
+        plan, notices = plan_run(words, LaunchEnv(0, count, 0, count, chosen), evaluate=evaluate)
+    except ConfigErrors as exc:
+        raise ConfigErrors([*faults, *exc.errors]) from None
+    if faults:
+        raise ConfigErrors(faults)
     folder = RunFolder.of(plan)
     folder = RunFolder(folder / "eval") if evaluate else folder
     folder.prepare(plan)
@@ -50,6 +51,15 @@ def launch(words: Words, num_procs: int | None, launcher: str | None, *, evaluat
         say(f"{chosen} returned 0, but the run did not reach its end: {folder.path} has no result.json")
         return EXIT_FAILED
     return code
+
+
+def _launcher_faults(launcher: str | None, count: int | None) -> list[ConfigError]:
+    if launcher is not None and launcher not in LAUNCHERS:
+        return [ConfigError("--launcher", launcher, "unknown launcher", f"use one of {', '.join(LAUNCHERS)}")]
+    if launcher == "python" and count is not None and count > 1:
+        rule = f"plain python starts one process, --num-procs is {count}"
+        return [ConfigError("--launcher", launcher, rule, "use deepspeed, accelerate or torchrun")]
+    return []
 
 
 def command(launcher: str, count: int, port: int | None = None) -> list[str]:

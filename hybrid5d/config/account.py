@@ -23,6 +23,7 @@ class Account:
     dangling: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)  # input key -> the key it fills
     notices: list[str] = field(default_factory=list)
+    spoilt: set[str] = field(default_factory=set)  # keys and blocks whose value is not known (`config.errors`)
     foreign: bool = False  # RLinf's shape, to be translated
 
     def tell(self, notice: str) -> None:
@@ -37,5 +38,6 @@ class Document:
 
     account: Account
     config: Any = None  # RunConfig | None
+    judged: Any = None  # RunConfig | None: with a hole for each spoilt key; what further rules read
     errors: list[ConfigError] = field(default_factory=list)
     fatal: bool = False  # no further rule makes sense (not a training run at all)

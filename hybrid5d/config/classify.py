@@ -60,6 +60,12 @@ def _siblings(path: str) -> list[str]:
     return [k.rpartition(".")[2] for k in here] + sorted(blocks)
 
 
+def meant(path: str, near: str | None) -> set[str]:
+    """What the writer of an unknown key may have meant: what is near it, and keys of the same name elsewhere."""
+    name = path.rpartition(".")[2]
+    return {k for k in _known() if k.rpartition(".")[2] == name} | ({near} if near else set())
+
+
 def _block_above(path: str) -> str:
     """The longest prefix of a path that is a block of the schema."""
     parts = path.split(".")[:-1]
@@ -141,6 +147,7 @@ class Classifier:
             self._leave_out(top, path, value, "a block that the actor does not read")
             return
         self.account.dropped[path] = (value, "unknown block")
+        self._spoil(path, near)
         if top not in self._unknown_blocks:
             self._unknown_blocks.add(top)
             self.errors.append(
@@ -176,7 +183,12 @@ class Classifier:
         known = sorted({k.rpartition(".")[2] for k in _known() if k.rpartition(".")[0] == parent})
         fix = f"did you mean {near}?" if near else f"known keys of {parent}: {', '.join(known)}"
         self.account.dropped[path] = (value, "unknown key")
+        self._spoil(path, near)
         self.errors.append(ConfigError(stray, value if stray == path else None, "unknown key", fix))
+
+    def _spoil(self, path: str, near: str | None) -> None:
+        """A key that the file has too is known; one that it lacks may be what the unknown key was to set."""
+        self.account.spoilt |= {k for k in meant(path, near) if not trees.has(self.account.tree, k)}
 
     def _drop(self, path: str, value: Any, entry: Foreign) -> None:
         self.account.dropped[path] = (value, entry.why)

@@ -1,7 +1,11 @@
-"""From a YAML file (and command-line words) to a validated `RunConfig`."""
+"""From a YAML file (and command-line words) to a validated `RunConfig`.
+
+Where the file has faults, `Document.judged` is the config as far as it is known, with holes: see `config.errors`.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,14 +15,15 @@ from pydantic import ValidationError
 from hybrid5d.config import rlinf
 from hybrid5d.config import tree as trees
 from hybrid5d.config.account import Account, Document
-from hybrid5d.config.classify import Classifier
+from hybrid5d.config.classify import Classifier, meant, owner
 from hybrid5d.config.compose import Composer
-from hybrid5d.config.errors import ConfigError, ConfigErrors
+from hybrid5d.config.errors import ConfigError, ConfigErrors, best_effort
 from hybrid5d.config.overrides import Override, apply_overrides, parse_overrides
 from hybrid5d.config.resolve import resolve
 from hybrid5d.config.schema import RunConfig, schema_keys
 
 MAX_ERRORS = 200
+_WORD = re.compile(r"\w+")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -54,6 +59,10 @@ def load_document(path: str | Path, overrides: Sequence[str] = ()) -> Document:
     known = list(schema_keys())
     account.raw, account.command_line, refused = apply_overrides(composed, words, known)
     errors += refused
+    for fault in refused:
+        account.spoilt |= meant(fault.key, trees.nearest(fault.key, known))
+    if composer.errors:  # what could not be read may hold any key that the rest lacks
+        account.spoilt |= {k for k in known if not trees.has(account.raw, k)}
     account.tree, account.dangling = resolve(account.raw)
     own_defaults = composer.primary_defaults
     if own_defaults is not None:
@@ -79,16 +88,49 @@ def _validate(account: Account, errors: list[ConfigError]) -> Document:
     errors += classifier.errors
     owned = _subtree(account)
     rlinf.apply_aliases(owned, account)
+    account.spoilt |= {owner(path) or path for path in account.dangling if path in account.owned}
     config: RunConfig | None = None
+    judged: RunConfig | None = None
     try:
-        config = RunConfig.model_validate(owned)
+        config = judged = RunConfig.model_validate(owned)
         config._account = account
     except ValidationError as exc:
         errors += _schema_errors(exc, account)
-    errors += rlinf.rules(account, config)
+        judged = _rest(owned, exc, account)
+    _spread(account)
+    if judged is not None:
+        judged = judged.without(sorted(account.spoilt))
+    errors += best_effort(lambda: rlinf.rules(account, judged)) if account.spoilt else rlinf.rules(account, judged)
     if config is not None:
         rlinf.notices(account, config)
-    return Document(account, config, _once(errors))
+    return Document(account, config, judged, _once(errors))
+
+
+def _rest(owned: dict[str, Any], exc: ValidationError, account: Account) -> RunConfig | None:
+    """What is valid without the refused keys, which become spoilt; None where that is not a config either."""
+    for fault in exc.errors(include_url=False):
+        path = ".".join(str(p) for p in fault["loc"])
+        refused = owner(path) or path
+        account.spoilt.add(refused)
+        trees.drop(owned, refused)
+    try:
+        config = RunConfig.model_validate(owned)
+    except ValidationError:
+        return None
+    config._account = account
+    return config
+
+
+def _spread(account: Account) -> None:
+    """What refers to a spoilt key is spoilt too. Names are compared, not paths: references may be relative."""
+    texts = [(owner(p), str(v)) for p, v in trees.leaves(account.raw) if p in account.owned and "${" in str(v)]
+    words = {key: set(_WORD.findall(text)) for key, text in texts if key is not None}
+    while True:
+        names = {key.rpartition(".")[2] for key in account.spoilt}
+        more = {key for key, used in words.items() if used & names} - account.spoilt
+        if not more:
+            return
+        account.spoilt |= more
 
 
 def _subtree(account: Account) -> dict[str, Any]:

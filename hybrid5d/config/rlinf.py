@@ -9,13 +9,14 @@ import math
 from typing import Any
 
 from hybrid5d.config.account import Account
-from hybrid5d.config.errors import ConfigError
+from hybrid5d.config.errors import ConfigError, judged
 from hybrid5d.config.rlinf_keys import MOE_TYPES, RL_TASKS, TASKS, VLM_TYPES
 from hybrid5d.config.schema import RunConfig
 from hybrid5d.config.tree import get, has
 
 GROUPED = ("grpo", "grpo_dynamic", "reinpp_baseline")  # advantages relative to the group
 NATIVE_DATA = ("text", "tokens", "chat")
+SHAPE = {"actor", "actor.training_backend", "runner", "runner.task_type", "data", "data.type"}  # see `is_foreign`
 
 
 def only_evaluates(tree: dict[str, Any]) -> ConfigError | None:
@@ -103,18 +104,20 @@ def apply_aliases(owned: dict[str, Any], account: Account) -> None:
 
 
 def rules(account: Account, config: RunConfig | None) -> list[ConfigError]:
-    """Refusals that need the raw keys; those that need numbers of the layout are in `plan.rules`."""
+    """Refusals that need the raw keys; those that need numbers of the layout are in `plan.rules`.
+
+    `config` may have holes; None where nothing of it is known.
+    """
     tree = account.tree
     evaluates = only_evaluates(tree)
     errors = [
         *([evaluates] if evaluates else []),
         *_moe(tree),
         *_start_weights(account),
-        *_precision_flags(tree, config),
+        *judged([_precision_flags], tree, config),
     ]
-    if account.foreign and config is not None:
-        errors += _decay_keys(tree, config)
-        errors += _foreign_rules(tree, config)
+    if account.foreign and config is not None and not account.spoilt & SHAPE:
+        errors += judged([_decay_keys, _foreign_rules], tree, config)
     return errors
 
 

@@ -5,10 +5,12 @@ Names and shape are RLinf's. Cross-key rules live in `hybrid5d.plan.rules`; this
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+
+from hybrid5d.config.errors import SpoiltKey
 
 
 def _no_bool(value: Any) -> Any:
@@ -72,6 +74,14 @@ class Block(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True, protected_namespaces=()
     )
+
+    if not TYPE_CHECKING:  # mypy would take any attribute for known
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for missing attributes only: a field is missing where `RunConfig.without` took it out."""
+            if name in type(self).model_fields:
+                raise SpoiltKey(name)
+            return super().__getattr__(name)
 
 
 class ClusterConfig(Block):
@@ -319,9 +329,26 @@ class RunConfig(Block):
     def __hash__(self) -> int:
         return hash((self.runner, self.data.train_data_paths, self.actor.seed))
 
+    def without(self, paths: Iterable[str]) -> RunConfig:
+        """A copy with holes: reading one of `paths`, keys or whole blocks, raises `SpoiltKey`."""
+        config = self
+        for path in paths:
+            config = _hollow(config, path.split("."))
+        return config
+
     def to_tree(self) -> dict[str, Any]:
         """The whole config as plain YAML-ready data, defaults written out."""
         return self.model_dump(mode="json")
+
+
+def _hollow(block: Any, parts: list[str]) -> Any:
+    copy, (name, *rest) = block.model_copy(), parts
+    inner = copy.__dict__.get(name)
+    if rest and isinstance(inner, Block):
+        copy.__dict__[name] = _hollow(inner, rest)
+    else:
+        copy.__dict__.pop(name, None)
+    return copy
 
 
 def block_of(path: str) -> type[Block] | None:

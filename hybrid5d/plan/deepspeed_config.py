@@ -6,11 +6,13 @@ Context parallelism is folded into DeepSpeed's data axis, so `train_batch_size` 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from hybrid5d.config import tree as trees
-from hybrid5d.config.errors import ConfigError
+from hybrid5d.config.errors import ConfigError, SpoiltKey
 from hybrid5d.config.schema import RunConfig
 from hybrid5d.plan.batch import BatchPlan
 from hybrid5d.plan.deepspeed_keys import AUTO_MEANS_DEFAULT, OWNED, SECTIONS, TOP_LEVEL
@@ -134,16 +136,21 @@ def _monitors(config: RunConfig) -> dict[str, Any]:
     return blocks
 
 
-def build_deepspeed(
-    config: RunConfig, batch: BatchPlan, precision: PrecisionPlan, cp: int
-) -> tuple[dict[str, Any], list[ConfigError]]:
-    """The ds_config with `actor.deepspeed` merged last, and what that block may not say."""
+def build_deepspeed(config: RunConfig, batch: BatchPlan, precision: PrecisionPlan, cp: int) -> dict[str, Any]:
+    """The ds_config with `actor.deepspeed` merged last, without what that block may not say."""
     own = _own(config, batch, precision, cp)
-    user, errors = _user_block(config.actor.deepspeed, own)
-    return trees.merge(own, user), errors
+    return trees.merge(own, _user_block(config.actor.deepspeed, own)[0])
 
 
-def _user_block(block: dict[str, Any], own: dict[str, Any]) -> tuple[dict[str, Any], list[ConfigError]]:
+def block_rules(config: RunConfig, batch: Callable[[], BatchPlan]) -> list[ConfigError]:
+    """What `actor.deepspeed` may not say. Keys that we write ourselves are judged only where all of ours are known."""
+    own = None
+    with suppress(SpoiltKey):
+        own = _own(config, batch(), plan_precision(config), config.actor.model.context_parallel_size)
+    return _user_block(config.actor.deepspeed, own)[1]
+
+
+def _user_block(block: dict[str, Any], own: dict[str, Any] | None) -> tuple[dict[str, Any], list[ConfigError]]:
     errors: list[ConfigError] = []
     result: dict[str, Any] = {}
     for name in block:
@@ -181,7 +188,7 @@ def _section_fault(path: str, value: Any) -> ConfigError | None:
     return ConfigError(f"{_BLOCK}.{path}", value, "unknown DeepSpeed key", fix)
 
 
-def _leaf(path: str, value: Any, own: dict[str, Any]) -> tuple[bool, ConfigError | None]:
+def _leaf(path: str, value: Any, own: dict[str, Any] | None) -> tuple[bool, ConfigError | None]:
     """(is it merged?, what is wrong with it)."""
     key = f"{_BLOCK}.{path}"
     owned = next((k for k in OWNED if path == k or path.startswith(f"{k}.")), None)
@@ -197,6 +204,8 @@ def _leaf(path: str, value: Any, own: dict[str, Any]) -> tuple[bool, ConfigError
         if type(value) is not int or value not in (0, 1, 2, 3):
             return False, ConfigError(key, value, "the stages are 0, 1, 2 and 3", "use 1")
         return False, None  # `own` has it already, with 0 raised to 1
+    if own is None:
+        return False, None
     ours = trees.get(own, path, trees.MISSING)
     if value == "auto" and ours is not trees.MISSING:
         return False, None  # resolved: ours stays

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybrid5d.config.errors import ConfigError, ConfigErrors
+from hybrid5d.config.errors import ConfigError, ConfigErrors, SpoiltKey
 from hybrid5d.config.hf_files import check_hf_folder, weights_wanted
 from hybrid5d.config.model_spec import ModelSpec, parse_hf_config, read_hf_config
 from hybrid5d.config.schema import RunConfig
@@ -43,18 +44,21 @@ def read_model(config: RunConfig, training: bool) -> ModelReading:
     folder = Path(path) if path else None
     if folder is not None and (folder / "config.json").is_file():
         _from_folder(folder, reading, training)
-        _compare(config, reading)
-        if training and reading.spec is not None and weights_wanted(config.actor.model.load_weights, folder):
-            reading.errors += check_hf_folder(folder, reading.spec)
+        with suppress(SpoiltKey):
+            _compare(config, reading)
+        with suppress(SpoiltKey):
+            if training and reading.spec is not None and weights_wanted(config.actor.model.load_weights, folder):
+                reading.errors += check_hf_folder(folder, reading.spec)
         return reading
     if training:
         reading.errors.append(_missing(path))
     model = config.actor.model
-    heads = model.num_attention_heads
-    reading.numbers = ModelNumbers(
-        model.num_layers, heads, model.num_query_groups or None, model.padded_vocab_size,
-        "the YAML" if model.num_layers or heads or model.num_query_groups else "", model.ffn_hidden_size,
-    )  # fmt: skip
+    with suppress(SpoiltKey):  # with one number spoilt all are unknown: rules read them together
+        heads = model.num_attention_heads
+        reading.numbers = ModelNumbers(
+            model.num_layers, heads, model.num_query_groups or None, model.padded_vocab_size,
+            "the YAML" if model.num_layers or heads or model.num_query_groups else "", model.ffn_hidden_size,
+        )  # fmt: skip
     return reading
 
 

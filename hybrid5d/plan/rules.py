@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import glob
 import math
+from functools import partial
 from pathlib import Path
 
-from hybrid5d.config.errors import ConfigError
+from hybrid5d.config.errors import ConfigError, judged
 from hybrid5d.config.schema import MAX_RANKS, ModelConfig, RunConfig
 from hybrid5d.plan.deepspeed_config import asked_zero_stage
 from hybrid5d.plan.model import ModelNumbers
@@ -44,8 +45,8 @@ def world_rules(config: RunConfig, world_size: int) -> list[ConfigError]:
     return [ConfigError("world_size", world_size, rule, f"start {near} processes, or lower a degree")]
 
 
-def head_rules(model: ModelConfig, numbers: ModelNumbers, ranks_per_node: int | None = None) -> list[ConfigError]:
-    """Query and key/value heads and MLP width against tp and, for Ulysses, heads against cp."""
+def head_rules(model: ModelConfig, numbers: ModelNumbers) -> list[ConfigError]:
+    """Query and key/value heads and MLP width against tp."""
     errors: list[ConfigError] = []
     tp, heads, kv = model.tensor_model_parallel_size, numbers.num_attention_heads, numbers.num_key_value_heads
     key = f"{_M}tensor_model_parallel_size"
@@ -58,12 +59,20 @@ def head_rules(model: ModelConfig, numbers: ModelNumbers, ranks_per_node: int | 
     inner = numbers.intermediate_size
     if inner is not None and inner % tp:
         rule = f"the MLP width {inner} (intermediate_size, ffn_hidden_size) is not a multiple of it"
-        errors.append(ConfigError(key, tp, rule, f"use one of {_some(_tp_values(math.gcd(inner, heads or inner), kv))}"))
-    if not errors and heads is not None:
-        cp, sizes = model.context_parallel_size, model.hierarchical_context_parallel_sizes
-        degree = ulysses_degree(model.cp_comm_type, sizes, kv or heads, tp, cp, ranks_per_node)
-        errors += check_heads(heads, kv or heads, tp, cp, model.cp_comm_type, degree)
+        errors.append(
+            ConfigError(key, tp, rule, f"use one of {_some(_tp_values(math.gcd(inner, heads or inner), kv))}")
+        )
     return errors
+
+
+def ulysses_rules(model: ModelConfig, numbers: ModelNumbers, ranks_per_node: int | None = None) -> list[ConfigError]:
+    """Heads against cp, where tp can cut them."""
+    tp, heads, kv = model.tensor_model_parallel_size, numbers.num_attention_heads, numbers.num_key_value_heads
+    if heads is None or head_rules(model, numbers):
+        return []
+    cp, sizes = model.context_parallel_size, model.hierarchical_context_parallel_sizes
+    degree = ulysses_degree(model.cp_comm_type, sizes, kv or heads, tp, cp, ranks_per_node)
+    return check_heads(heads, kv or heads, tp, cp, model.cp_comm_type, degree)
 
 
 def _tp_values(heads: int, kv: int | None) -> list[int]:
@@ -76,17 +85,19 @@ def _some(values: list[int]) -> str:
 
 def model_rules(model: ModelConfig) -> list[ConfigError]:
     """Rules between the parallel and recompute keys themselves."""
-    errors: list[ConfigError] = []
-    if model.sequence_parallel and model.tensor_model_parallel_size == 1:
-        rule = (
-            "sequence parallelism cuts activations over the tensor-parallel group, and tensor_model_parallel_size is 1"
-        )
-        errors.append(
-            ConfigError(f"{_M}sequence_parallel", True, rule, "set it to false, or tensor_model_parallel_size >= 2")
-        )
+    return judged([_sequence_parallel, _hierarchical, _recompute_rules], model)
+
+
+def _sequence_parallel(model: ModelConfig) -> list[ConfigError]:
+    if not model.sequence_parallel or model.tensor_model_parallel_size > 1:
+        return []
+    rule = "sequence parallelism cuts activations over the tensor-parallel group, and tensor_model_parallel_size is 1"
+    return [ConfigError(f"{_M}sequence_parallel", True, rule, "set it to false, or tensor_model_parallel_size >= 2")]
+
+
+def _hierarchical(model: ModelConfig) -> list[ConfigError]:
     sizes = model.hierarchical_context_parallel_sizes
-    errors += check_hierarchical(sizes, model.context_parallel_size, model.cp_comm_type)
-    return errors + _recompute_rules(model)
+    return check_hierarchical(sizes, model.context_parallel_size, model.cp_comm_type)
 
 
 def _recompute_rules(model: ModelConfig) -> list[ConfigError]:
@@ -112,29 +123,38 @@ def _recompute_rules(model: ModelConfig) -> list[ConfigError]:
 
 def schedule_rules(config: RunConfig) -> list[ConfigError]:
     """Learning rate and weight decay."""
-    errors: list[ConfigError] = []
-    optim, sched = config.actor.optim, config.actor.lr_sched
+    peak = [partial(_below_peak, name) for name in ("min_lr", "lr_warmup_init")]
+    return judged([_warmup, *peak, _tail, _decay_rules], config)
+
+
+def _warmup(config: RunConfig) -> list[ConfigError]:
+    sched = config.actor.lr_sched
     decay, warmup = sched.lr_decay_iters or DEFAULT_DECAY_STEPS, warmup_steps(config)
-    if warmup >= decay:
-        name = "lr_warmup_iters" if sched.lr_warmup_fraction is None else "lr_warmup_fraction"
-        rule = f"warm-up of {warmup:g} steps must end before lr_decay_iters={decay} (which counts from step 0)"
-        errors.append(
-            ConfigError(f"{_L}{name}", getattr(sched, name), rule, f"use fewer than {decay} steps of warm-up")
-        )
-    if sched.min_lr > optim.lr:
-        rule = f"must not exceed actor.optim.lr={optim.lr:g}"
-        errors.append(ConfigError(f"{_L}min_lr", sched.min_lr, rule, f"use {optim.lr:g} or less"))
-    if sched.lr_warmup_init > optim.lr:
-        rule = f"must not exceed actor.optim.lr={optim.lr:g}"
-        errors.append(ConfigError(f"{_L}lr_warmup_init", sched.lr_warmup_init, rule, f"use {optim.lr:g} or less"))
-    if sched.lr_decay_style == "WSD" and sched.lr_wsd_decay_iters is None:
-        errors.append(
-            ConfigError(f"{_L}lr_wsd_decay_iters", None, "style WSD needs the length of its tail", "write it")
-        )
-    if sched.lr_decay_style == "WSD" and (sched.lr_wsd_decay_iters or 0) > decay:
-        rule = f"the tail is longer than lr_decay_iters={decay}"
-        errors.append(ConfigError(f"{_L}lr_wsd_decay_iters", sched.lr_wsd_decay_iters, rule, f"use {decay} or less"))
-    return errors + _decay_rules(config)
+    if warmup < decay:
+        return []
+    name = "lr_warmup_iters" if sched.lr_warmup_fraction is None else "lr_warmup_fraction"
+    rule = f"warm-up of {warmup:g} steps must end before lr_decay_iters={decay} (which counts from step 0)"
+    return [ConfigError(f"{_L}{name}", getattr(sched, name), rule, f"use fewer than {decay} steps of warm-up")]
+
+
+def _below_peak(name: str, config: RunConfig) -> list[ConfigError]:
+    value, peak = getattr(config.actor.lr_sched, name), config.actor.optim.lr
+    if value <= peak:
+        return []
+    return [ConfigError(f"{_L}{name}", value, f"must not exceed actor.optim.lr={peak:g}", f"use {peak:g} or less")]
+
+
+def _tail(config: RunConfig) -> list[ConfigError]:
+    sched, key = config.actor.lr_sched, f"{_L}lr_wsd_decay_iters"
+    if sched.lr_decay_style != "WSD":
+        return []
+    if sched.lr_wsd_decay_iters is None:
+        return [ConfigError(key, None, "style WSD needs the length of its tail", "write it")]
+    decay = sched.lr_decay_iters or DEFAULT_DECAY_STEPS
+    if sched.lr_wsd_decay_iters <= decay:
+        return []
+    rule = f"the tail is longer than lr_decay_iters={decay}"
+    return [ConfigError(key, sched.lr_wsd_decay_iters, rule, f"use {decay} or less")]
 
 
 def _decay_rules(config: RunConfig) -> list[ConfigError]:
@@ -189,40 +209,58 @@ def logger_rules(config: RunConfig) -> list[ConfigError]:
 
 def training_rules(config: RunConfig) -> list[ConfigError]:
     """What a run needs on disk beyond the model's config.json."""
-    errors: list[ConfigError] = []
-    data, model = config.data, config.actor.model
-    if data.type not in ("text", "tokens", "chat"):
-        rule = "hybrid5d trains on text, tokens or chat; RLinf's own data types are translated only"
-        errors.append(ConfigError("data.type", data.type, rule, "use chat for conversations, text for documents"))
-    if not data.train_data_paths:
-        errors.append(ConfigError("data.train_data_paths", None, "a run needs data", "name files, folders or globs"))
-    errors += _paths("data.train_data_paths", data.train_data_paths) + _paths(
-        "data.val_data_paths", data.val_data_paths
-    )
+    paths = [partial(_paths, name) for name in ("train_data_paths", "val_data_paths")]
+    return judged([_data_type, _train_data, *paths, _weights, _tokenizer, _resume, _offload], config)
+
+
+def _data_type(config: RunConfig) -> list[ConfigError]:
+    kind = config.data.type
+    if kind in ("text", "tokens", "chat"):
+        return []
+    rule = "hybrid5d trains on text, tokens or chat; RLinf's own data types are translated only"
+    return [ConfigError("data.type", kind, rule, "use chat for conversations, text for documents")]
+
+
+def _train_data(config: RunConfig) -> list[ConfigError]:
+    if config.data.train_data_paths:
+        return []
+    return [ConfigError("data.train_data_paths", None, "a run needs data", "name files, folders or globs")]
+
+
+def _weights(config: RunConfig) -> list[ConfigError]:
+    model = config.actor.model
     folder = Path(model.model_path) if model.model_path else None
-    if model.load_weights and folder is not None and folder.is_dir() and not any(folder.glob("*.safetensors")):
-        rule = f"{folder} has no safetensors"
-        errors.append(
-            ConfigError(f"{_M}load_weights", True, rule, "convert the weights to safetensors, or load_weights: false")
-        )
+    if not model.load_weights or folder is None or not folder.is_dir() or any(folder.glob("*.safetensors")):
+        return []
+    fix = "convert the weights to safetensors, or load_weights: false"
+    return [ConfigError(f"{_M}load_weights", True, f"{folder} has no safetensors", fix)]
+
+
+def _tokenizer(config: RunConfig) -> list[ConfigError]:
     tokenizer = config.actor.tokenizer.tokenizer_model
-    if tokenizer not in (None, "byte") and not Path(str(tokenizer)).exists():
-        rule = "the folder does not exist"
-        errors.append(
-            ConfigError("actor.tokenizer.tokenizer_model", tokenizer, rule, "name a tokenizer folder, or byte")
-        )
+    if tokenizer in (None, "byte") or Path(str(tokenizer)).exists():
+        return []
+    fix = "name a tokenizer folder, or byte"
+    return [ConfigError("actor.tokenizer.tokenizer_model", tokenizer, "the folder does not exist", fix)]
+
+
+def _resume(config: RunConfig) -> list[ConfigError]:
     resume = config.runner.resume_dir
-    if resume not in (None, "auto") and not Path(str(resume)).is_dir():
-        errors.append(
-            ConfigError("runner.resume_dir", resume, "the folder does not exist", "name a checkpoint, auto, or null")
-        )
-    if config.actor.optim.optimizer_cpu_offload and config.actor.optim.optimizer_offload_fraction > 0:
-        rule = "hybrid5d's trainer does not offload optimizer state yet (the translation to DeepSpeed does)"
-        errors.append(ConfigError(f"{_O}optimizer_cpu_offload", True, rule, "set it to false"))
-    return errors
+    if resume in (None, "auto") or Path(str(resume)).is_dir():
+        return []
+    return [ConfigError("runner.resume_dir", resume, "the folder does not exist", "name a checkpoint, auto, or null")]
 
 
-def _paths(key: str, paths: tuple[str, ...] | None) -> list[ConfigError]:
+def _offload(config: RunConfig) -> list[ConfigError]:
+    optim = config.actor.optim
+    if not optim.optimizer_cpu_offload or optim.optimizer_offload_fraction <= 0:
+        return []
+    rule = "hybrid5d's trainer does not offload optimizer state yet (the translation to DeepSpeed does)"
+    return [ConfigError(f"{_O}optimizer_cpu_offload", True, rule, "set it to false")]
+
+
+def _paths(name: str, config: RunConfig) -> list[ConfigError]:
+    paths: tuple[str, ...] | None = getattr(config.data, name)
     named = [p for p in paths or () if p.split("/")[0] != "stdlib"]  # `stdlib`: the running Python's own sources
     missing = [p for p in named if not (glob.has_magic(p) and glob.glob(p, recursive=True)) and not Path(p).exists()]
-    return [ConfigError(key, p, "no such file or folder", "check the path") for p in missing]
+    return [ConfigError(f"data.{name}", p, "no such file or folder", "check the path") for p in missing]

@@ -1,12 +1,17 @@
-"""The plan of a run: everything that is known before a process group exists. Pure."""
+"""The plan of a run: everything that is known before a process group exists. Pure.
+
+`find_faults` is the one list of rules. It takes a config with holes too (`config.errors`): a file with faults of its
+own hears of the others in the same start.
+"""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybrid5d.config import tree as trees
-from hybrid5d.config.errors import ConfigError, ConfigErrors
+from hybrid5d.config.errors import ConfigError, ConfigErrors, SpoiltKey, judged
 from hybrid5d.config.model_spec import ModelSpec
 from hybrid5d.config.placement import Placement, actor_placement
 from hybrid5d.config.schema import RunConfig
@@ -15,6 +20,7 @@ from hybrid5d.plan.batch import BatchPlan, plan_batch
 from hybrid5d.plan.deepspeed_config import (
     PrecisionPlan,
     asked_zero_stage,
+    block_rules,
     build_deepspeed,
     offload_ratio,
     plan_precision,
@@ -86,27 +92,12 @@ def assemble(
     """Like `build_plan`, but returns what it can with the errors beside it."""
     model = config.actor.model
     tp, pp, cp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size
-    errors = rules.world_rules(config, world_size)
-    dp = max(world_size // (tp * pp * cp), 1)
-    layout = ParallelLayout(pp=pp, dp=dp, cp=cp, tp=tp)
-    world_fits = not errors
-    errors += _placement_rules(config, world_size, gpus_per_node, training)
-    batch, batch_errors = plan_batch(config, dp)
-    errors += batch_errors if world_fits else []
+    layout = ParallelLayout(pp=pp, dp=_replicas(config, world_size), cp=cp, tp=tp)
+    batch, _ = plan_batch(config, layout.dp)
     reading = read_model(config, training)
-    errors += (
-        reading.errors
-        + rules.head_rules(model, reading.numbers, ranks_per_node(config, world_size))
-        + rules.model_rules(model)
-    )
-    stages, stage_errors = _stages(config, reading.numbers)
-    errors += stage_errors + rules.schedule_rules(config) + rules.zero_rules(config)
-    errors += rules.dynamic_rules(config) + rules.logger_rules(config)
-    if training:
-        errors += rules.training_rules(config) + _translate_only(config)
+    stages, _ = _stages(config, reading.numbers)
     precision = plan_precision(config)
-    deepspeed, block_errors = build_deepspeed(config, batch, precision, cp)
-    errors += block_errors
+    errors = find_faults(config, world_size, training=training, gpus_per_node=gpus_per_node, reading=reading)
     plan = RunPlan(
         config=config,
         model=reading.spec,
@@ -119,9 +110,62 @@ def assemble(
         zero_stage=max(1, asked_zero_stage(config)),
         clip_grad=config.actor.optim.clip_grad,
         recompute=_recompute(config),
-        deepspeed=deepspeed,
+        deepspeed=build_deepspeed(config, batch, precision, cp),
     )
     return Assembly(replace(plan, notices=_notices(plan, reading)), reading.numbers, errors)
+
+
+def find_faults(
+    config: RunConfig,
+    world_size: int | None,
+    *,
+    training: bool,
+    gpus_per_node: int | None = None,
+    reading: ModelReading | None = None,
+) -> list[ConfigError]:
+    """Every violation. Rules that read a hole of `config`, or the world size where it is None, are left out.
+
+    Args:
+        reading: what `read_model` found in `config`, where it was called already.
+    """
+    if reading is None:
+        reading = ModelReading()
+        with suppress(SpoiltKey):
+            reading = read_model(config, training)
+    errors, numbers = reading.errors, reading.numbers
+
+    def world() -> int:
+        if world_size is None:
+            raise SpoiltKey("world_size")
+        return world_size
+
+    def batch() -> tuple[BatchPlan, list[ConfigError]]:
+        return plan_batch(config, _replicas(config, world()))
+
+    return judged(
+        [
+            lambda: rules.world_rules(config, world()),
+            lambda: _placement_rules(config, world(), gpus_per_node, training),
+            lambda: [] if rules.world_rules(config, world()) else batch()[1],
+            lambda: errors,
+            lambda: rules.head_rules(config.actor.model, numbers),
+            lambda: rules.ulysses_rules(config.actor.model, numbers, ranks_per_node(config, world())),
+            lambda: rules.model_rules(config.actor.model),
+            lambda: _stages(config, numbers)[1],
+            lambda: rules.schedule_rules(config),
+            lambda: rules.zero_rules(config),
+            lambda: rules.dynamic_rules(config),
+            lambda: rules.logger_rules(config),
+            lambda: rules.training_rules(config) + _translate_only(config) if training else [],
+            lambda: block_rules(config, lambda: batch()[0]),
+        ]
+    )
+
+
+def _replicas(config: RunConfig, world_size: int) -> int:
+    model = config.actor.model
+    unit = model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
+    return max(world_size // unit, 1)
 
 
 def ranks_per_node(config: RunConfig, world_size: int) -> int:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hybrid5d.config.account import Account
-from hybrid5d.config.errors import ConfigError
+from hybrid5d.config.errors import ConfigError, SpoiltKey, best_effort, judged
 from hybrid5d.config.load import load_document
+from hybrid5d.config.schema import RunConfig
 from hybrid5d.plan.outputs import layout_summary
-from hybrid5d.plan.run import Assembly, RunPlan, actor_world, assemble
+from hybrid5d.plan.run import RunPlan, actor_world, assemble, find_faults
 from hybrid5d.plan.translate import report_of
 from hybrid5d.plan.unchecked import unchecked_rules
 
@@ -62,20 +65,34 @@ def translate(
     """Translate a YAML; never raises for what the file says."""
     words = [*overrides, *([f"actor.model.model_path={model}"] if model else [])]
     document = load_document(path, words)
+    rest = document.judged
     result = Translation(document.account, errors=list(document.errors), notices=list(document.account.notices))
     if document.config is not None:
         world, errors = _world(document.config, gpus_per_node, world_size, result.notices)
         assembly = assemble(document.config, world)
         result.plan = assembly.plan
-        result.errors += [e for e in [*errors, *assembly.errors] if e not in result.errors]
-        result.errors += _model_folder(assembly, model)
+        faults = [*errors, *assembly.errors]
         result.notices = [*assembly.plan.notices, *(n for n in result.notices if n not in assembly.plan.notices)]
         result.unchecked = unchecked_rules(document.config, assembly.numbers)
         result.notices += [f"unchecked: {rule}" for rule in result.unchecked]
+    if rest is not None and (document.config is None or document.account.spoilt):
+        faults = best_effort(partial(_further, rest, gpus_per_node, world_size))
+    if rest is not None:
+        result.errors += [e for e in faults if e not in result.errors]
+        result.errors += _model_folder(result.errors, model)
     result.report = report_of(document.account, result.plan)
     if result.plan is not None:
         result.plan = replace(result.plan, report=tuple(result.report))
     return result
+
+
+def _further(config: RunConfig, gpus_per_node: int, world_size: int | None) -> list[ConfigError]:
+    """Faults beside those of the file itself, in its config with holes."""
+    world = world_size
+    with suppress(SpoiltKey):
+        world, _ = _world(config, gpus_per_node, world_size, [])
+    errors = judged([lambda: actor_world(config, gpus_per_node)[1]])
+    return errors + find_faults(config, world, training=False)
 
 
 def _world(
@@ -95,10 +112,10 @@ def _world(
     return placement.processes, errors
 
 
-def _model_folder(assembly: Assembly, model: str | None) -> list[ConfigError]:
-    if model is None or assembly.plan.model is not None or assembly.numbers.source.startswith(model):
+def _model_folder(errors: list[ConfigError], model: str | None) -> list[ConfigError]:
+    if model is None or (Path(model) / "config.json").is_file():
         return []
-    if any(e.key.startswith("actor.model.model_path") for e in assembly.errors):
+    if any(e.key.startswith("actor.model.model_path") for e in errors):
         return []
     return [ConfigError("--model", model, "the folder has no config.json", "give a Hugging Face model folder")]
 
