@@ -143,10 +143,21 @@ def _subtree(account: Account) -> dict[str, Any]:
         if path in account.dangling:
             continue
         if path.startswith("cluster.component_placement."):
-            owned.setdefault("cluster", {}).setdefault("component_placement", {})[path.split(".", 2)[2]] = value
+            _put_placement(owned.setdefault("cluster", {}).setdefault("component_placement", {}), path, value, account)
         else:
             trees.put(owned, path, value)
     return owned
+
+
+def _put_placement(placed: dict[str, Any], path: str, value: Any, account: Account) -> None:
+    """One leaf of the placement: a component's, or of the mapping {node_group, placement} that a component may have."""
+    rest = path.split(".", 2)[2]
+    written = trees.get(account.tree, "cluster.component_placement")
+    outer = next((n for n, spec in written.items() if isinstance(spec, dict) and rest.startswith(f"{n}.")), None)
+    if outer is None:
+        placed[rest] = value
+    else:
+        trees.put(placed.setdefault(str(outer), {}), rest.removeprefix(f"{outer}."), value)
 
 
 def _schema_errors(exc: ValidationError, account: Account) -> list[ConfigError]:

@@ -9,12 +9,14 @@ from typing import Any
 from hybrid5d.config.errors import ConfigError
 
 _KEY = "cluster.component_placement"
+_GROUPS = "cluster.node_groups"
+_RESERVED = ("cluster", "node")  # RLinf's own groups
 _PART = re.compile(r"^(?P<a>[0-9]{1,9})(?:-(?P<b>[0-9]{1,9}))?$")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The actor's processes. `everything`: written as `all`, so any world size fits."""
+    """The actor's processes. `everything`: written as `all` (of the cluster or a group), so any world size fits."""
 
     processes: int
     everything: bool = False
@@ -33,6 +35,9 @@ def actor_placement(
     """The actor's entry. Other components' entries are not ours and never refused."""
     found = [(name, value) for name, value in placement.items() if "actor" in _names(name)]
     available = num_nodes * gpus_per_node
+    faults = _group_faults(node_groups or [], num_nodes)
+    if faults:
+        return None, faults
     if not placement:
         return Placement(available, everything=True), []
     if not found:
@@ -49,6 +54,39 @@ def actor_placement(
         return _parse(spec, available, group), []
     except _Bad as bad:
         return None, [ConfigError(key, value, bad.rule, bad.fix)]
+
+
+def _group_faults(node_groups: list[Any], num_nodes: int) -> list[ConfigError]:
+    """Labels are there, free and unique; node ranks exist, once each."""
+    errors: list[ConfigError] = []
+    labels: set[str] = set()
+    for place, entry in enumerate(node_groups):
+        key = f"{_GROUPS}[{place}]"
+        label = entry.get("label") if isinstance(entry, dict) else None
+        if isinstance(label, bool) or not isinstance(label, (str, int)):
+            rule, fix = "a node group is a mapping with a label", "write {label: a100, node_ranks: 0-1}"
+            errors.append(ConfigError(key, entry, rule, fix))
+            continue
+        if str(label) in _RESERVED or str(label) in labels:
+            rule = "RLinf has a group of this name itself" if str(label) in _RESERVED else "two groups have this label"
+            errors.append(ConfigError(f"{key}.label", label, rule, "choose another label"))
+        labels.add(str(label))
+        try:
+            _nodes(entry, num_nodes)
+        except _Bad as bad:
+            errors.append(ConfigError(f"{key}.node_ranks", entry["node_ranks"], bad.rule, bad.fix))
+    return errors
+
+
+def _nodes(entry: dict[str, Any], num_nodes: int) -> int:
+    """Nodes of a group."""
+    spec = entry.get("node_ranks", "all")
+    if isinstance(spec, bool) or not isinstance(spec, (str, int)):
+        raise _Bad(f"a {type(spec).__name__} names no nodes", "write all, 0, 0-3 or 0,2-3")
+    found = [n for ranks in _ranks(str(spec), num_nodes, "node") for n in ranks]
+    if len(set(found)) < len(found):
+        raise _Bad("a node appears twice", "name each node once")
+    return len(found)
 
 
 def _names(name: str) -> list[str]:
@@ -75,21 +113,20 @@ def _group_size(group: str, num_nodes: int, gpus_per_node: int, node_groups: lis
     if group == "cluster":
         return num_nodes * gpus_per_node
     for entry in node_groups or []:
-        if isinstance(entry, dict) and entry.get("label") == group:
-            nodes = _ranks(str(entry.get("node_ranks", "all")), num_nodes, "node")
+        if str(entry["label"]) == group:
             hardware = entry.get("hardware")
             kind = hardware.get("type") if isinstance(hardware, dict) else None
             if kind is not None and str(kind).lower() not in ("gpu", "nvidia", "cuda", "amd", "rocm", "ascend", "npu"):
                 raise _Bad(f"node group {group!r} counts {kind} devices, not accelerators", "place the actor on GPUs")
-            return sum(len(r) for r in nodes) * gpus_per_node
-    labels = ", ".join(str(e.get("label")) for e in node_groups or [] if isinstance(e, dict)) or "none"
+            return _nodes(entry, num_nodes) * gpus_per_node
+    labels = ", ".join(str(e["label"]) for e in node_groups or []) or "none"
     raise _Bad(f"node group {group!r} is not defined (defined: {labels})", "define it in cluster.node_groups")
 
 
 def _parse(spec: Any, available: int, group: str | None) -> Placement:
     text = _text(spec)
     if text == "all":
-        return Placement(available, everything=group is None, node_group=group)
+        return Placement(available, everything=True, node_group=group)
     last_gpu = -1
     processes = 0
     for part in text.split(","):
@@ -125,6 +162,8 @@ def _ranks(text: str, available: int, what: str, hint: bool = False) -> list[ran
             raise _Bad(f"range {part} runs backwards", f"write {last}-{first}")
         if last >= available:
             more = "; YAML reads an unquoted a:b as one base-60 number, quote it" if hint else ""
+            if what == "node":
+                raise _Bad(f"node {last} is outside 0..{available - 1}", "use the nodes of cluster.num_nodes")
             raise _Bad(
                 f"{what} {last} is outside 0..{available - 1} (nodes x GPUs per node = {available}){more}",
                 "use the GPUs that exist, or set --gpus-per-node",

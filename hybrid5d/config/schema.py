@@ -53,6 +53,7 @@ def _or(default: str) -> BeforeValidator:
 
 MAX_INT = 2**53  # what JSON and every tool downstream can hold
 MAX_RANKS = 2**20
+MAX_MINUTES = 60 * 24 * 366
 Int = Annotated[int, BeforeValidator(_no_bool), Field(ge=-MAX_INT, le=MAX_INT)]
 Float = Annotated[float, BeforeValidator(_no_bool)]
 Bool = Annotated[bool, BeforeValidator(_no_number)]
@@ -275,7 +276,7 @@ class MegatronConfig(Block):
     """The few keys of RLinf's `actor.megatron` that have a meaning here."""
 
     use_hf_ckpt: Bool = key(True, "start from a Hugging Face folder; Megatron-format weights are refused")
-    distributed_timeout_minutes: Float = key(10, "how long a collective may take", "minutes", gt=0)
+    distributed_timeout_minutes: Float = key(10, "how long a collective may take", "minutes", gt=0, le=MAX_MINUTES)
     ddp_bucket_size: Int | None = key(None, "elements per gradient bucket", "elements", ge=1)
 
 

@@ -7,13 +7,14 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 
 def ensure_distributed(timeout_minutes: float = 10.0) -> None:
     """Make sure torch.distributed and DeepSpeed's communication layer are up; does nothing where they are.
 
     Under a launcher (RANK, WORLD_SIZE, MASTER_ADDR set) the default group joins all ranks: NCCL where CUDA is there,
-    else gloo. Without one this process is a world of one.
+    else gloo. Without one this process is a world of one. `timeout_minutes` holds for it and every group made later.
 
     DeepSpeed's CPU shared-memory op is switched off first: building it takes a compiler and a minute, a stale lock of a
     killed build blocks every later start, its all-reduce ignores the group, and nothing of ours uses it.

@@ -60,7 +60,7 @@ def asked_zero_stage(config: RunConfig) -> int:
 def offload_ratio(config: RunConfig) -> float:
     """Part of the optimizer state that DeepSpeed keeps on the CPU: it takes a part with ZeRO 3 only, else all of it."""
     fraction = config.actor.optim.optimizer_offload_fraction
-    return fraction if asked_zero_stage(config) == 3 else math.ceil(fraction)
+    return fraction if asked_zero_stage(config) == 3 else float(math.ceil(fraction))
 
 
 def optimizer_block(config: RunConfig) -> dict[str, Any]:

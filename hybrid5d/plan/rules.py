@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import math
 from functools import partial
 from pathlib import Path
 
@@ -49,19 +48,18 @@ def head_rules(model: ModelConfig, numbers: ModelNumbers) -> list[ConfigError]:
     """Query and key/value heads and MLP width against tp."""
     errors: list[ConfigError] = []
     tp, heads, kv = model.tensor_model_parallel_size, numbers.num_attention_heads, numbers.num_key_value_heads
+    inner = numbers.intermediate_size
     key = f"{_M}tensor_model_parallel_size"
+    fix = _tp_fix(heads or kv, kv, inner)
     if heads is not None and heads % tp:
         rule = f"num_attention_heads={heads} is not a multiple of it"
-        errors.append(ConfigError(key, tp, rule, f"use one of {_some(_tp_values(heads, kv))}"))
+        errors.append(ConfigError(key, tp, rule, fix))
     elif kv is not None and kv % tp and tp % kv:
         rule = f"num_key_value_heads={kv} is neither a multiple nor a divisor of it"
-        errors.append(ConfigError(key, tp, rule, f"use one of {_some(_tp_values(heads or kv, kv))}"))
-    inner = numbers.intermediate_size
+        errors.append(ConfigError(key, tp, rule, fix))
     if inner is not None and inner % tp:
         rule = f"the MLP width {inner} (intermediate_size, ffn_hidden_size) is not a multiple of it"
-        errors.append(
-            ConfigError(key, tp, rule, f"use one of {_some(_tp_values(math.gcd(inner, heads or inner), kv))}")
-        )
+        errors.append(ConfigError(key, tp, rule, fix))
     return errors
 
 
@@ -75,8 +73,13 @@ def ulysses_rules(model: ModelConfig, numbers: ModelNumbers, ranks_per_node: int
     return check_heads(heads, kv or heads, tp, cp, model.cp_comm_type, degree)
 
 
-def _tp_values(heads: int, kv: int | None) -> list[int]:
-    return [t for t in divisors(heads) if kv is None or kv % t == 0 or t % kv == 0]
+def _tp_fix(heads: int | None, kv: int | None, inner: int | None) -> str:
+    if heads is None:
+        return f"use a divisor of {inner}"
+    legal = [
+        t for t in divisors(heads) if (kv is None or kv % t == 0 or t % kv == 0) and (inner is None or inner % t == 0)
+    ]
+    return f"use one of {_some(legal)}"
 
 
 def _some(values: list[int]) -> str:

@@ -63,7 +63,8 @@ def _mark(entries: dict[str, dict[str, Any]], path: str, what: str) -> None:
 
 def _owned(path: str, value: Any, plan: RunPlan | None) -> dict[str, Any]:
     name = owner(path) or path
-    if name == "cluster.component_placement" and "actor" not in [p.strip() for p in path.split(".", 2)[-1].split(",")]:
+    component = "".join(path.split(".")[2:3])
+    if name == "cluster.component_placement" and "actor" not in [p.strip() for p in component.split(",")]:
         return entry(path, value, "dropped", None, "placement of another component")
     if name == "actor.deepspeed" and path != name:
         why = "'auto': resolved from the YAML, or DeepSpeed's default" if value == "auto" else "merged last"
