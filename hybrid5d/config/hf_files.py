@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -19,6 +19,8 @@ FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 FUSED = ("qkv_proj", "Wqkv", "query_key_value", "c_attn", "gate_up_proj", "Wi", "w12")
 QUANTISED = ("qweight", "qzeros", "weight_scale", "weight_scale_inv", "absmax", "quant_map", "g_idx")
 SHOWN = 3  # names listed in a message before "and N more"
+HEAD_DIFFERS = f"{HEAD} differs from {EMBEDDING}, though config.json ties them"
+UNTIE = "set tie_word_embeddings=false in config.json"
 TO_SAFETENSORS = (
     'convert once with python -c "from transformers import AutoModelForCausalLM as M; '
     "M.from_pretrained('SRC').save_pretrained('DST')\""
@@ -27,10 +29,11 @@ TO_SAFETENSORS = (
 
 @dataclass(frozen=True)
 class HfWeights:
-    """Where each tensor of a folder is. `tensors[name]` = (file, header entry)."""
+    """Where each tensor of a folder is. `tensors[name]` = (file, header entry); `tied`: head and embedding are one."""
 
     folder: Path
     tensors: Mapping[str, tuple[Path, TensorHeader]] = field(default_factory=dict)
+    tied: bool = False
 
     def source(self, name: str) -> str:
         """The stored name of a model tensor: tied weights may be stored under either of their two names."""
@@ -219,6 +222,10 @@ def check_tensors(weights: HfWeights, expected: Mapping[str, tuple[int, ...]], t
         refuse(f"{HEAD} is missing", "set tie_word_embeddings=true in config.json if the head shares the embedding")
     elif missing:
         refuse(f"{len(missing)} tensors are missing: {_some(missing)}", "download the folder again")
+    if tied and {EMBEDDING, HEAD} <= set(weights.tensors):
+        shapes = [list(weights.tensors[n][1].shape) for n in (EMBEDDING, HEAD)]
+        if shapes[0] != shapes[1]:
+            refuse(f"{HEAD_DIFFERS}: shapes {shapes[1]} and {shapes[0]}", UNTIE)
     present = {n: weights.tensors[s][1] for n, s in stored.items() if s in weights.tensors}
     faults = [f for n, header in present.items() if (f := _check_tensor(n, header, expected[n]))]
     for rule, fix in faults[: 2 * SHOWN]:
@@ -233,11 +240,13 @@ def check_tensors(weights: HfWeights, expected: Mapping[str, tuple[int, ...]], t
 def inspect_hf_folder(folder: str | Path, spec: ModelSpec) -> tuple[HfWeights, list[ConfigError]]:
     """Where a folder's tensors are, and everything that keeps them from being loaded into the model ([] = sound)."""
     if spec.raw.get("quantization_config"):
-        method = spec.raw["quantization_config"].get("quant_method")
+        declared = spec.raw["quantization_config"]
+        method = declared.get("quant_method") if isinstance(declared, dict) else declared
         rule = f"config.json declares quantised weights ({method})"
         fix = "dequantise the model and save it without quantization_config"
         return HfWeights(Path(folder)), [ConfigError(KEY, str(folder), rule, fix)]
     weights, errors = read_hf_folder(folder)
+    weights = replace(weights, tied=spec.tie_word_embeddings)
     return weights, errors or check_tensors(weights, expected_tensors(spec), spec.tie_word_embeddings)
 
 

@@ -11,6 +11,13 @@ from hybrid5d.config.errors import ConfigError, ConfigErrors
 
 DENSE_FAMILIES = ("llama", "qwen2", "qwen3", "mistral")  # HF `model_type` of what we train
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_NEEDS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+ROPE_NUMBERS = (
+    *ROPE_NEEDS["llama3"], "rope_theta", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+)  # fmt: skip
 MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -75,6 +82,45 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, **inner} if isinstance(inner, dict) else config
 
 
+def _is_number(value: Any, kinds: tuple[type, ...] = (int, float)) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def _wrong_kinds(text: dict[str, Any]) -> list[tuple[str, Any, str]]:
+    """(key, value, rule) of the optional keys whose values are of a kind that cannot be meant."""
+    found = []
+    for name in ("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers"):
+        value = text.get(name)
+        if value is not None and not (_is_number(value, (int,)) and value >= 0):
+            found.append((name, value, "a whole number, or null, is needed"))
+    for name in ("rms_norm_eps", "initializer_range", "max_position_embeddings", "attention_dropout", "rope_theta"):
+        may_be_null = name in ("attention_dropout", "rope_theta")
+        if name in text and not (_is_number(text[name]) or (may_be_null and text[name] is None)):
+            found.append((name, text[name], "a number is needed"))
+    for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"):
+        if not isinstance(text.get(name), bool | None):
+            found.append((name, text[name], "true or false is needed"))
+    if not isinstance(text.get("layer_types"), list | None):
+        found.append(("layer_types", text["layer_types"], "a list is needed"))
+    return found
+
+
+def _wrong_rope(text: dict[str, Any]) -> list[tuple[str, Any, str]]:
+    """(key, value, rule) of what keeps the rotary embedding from being computed."""
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(text.get(name), dict | None):
+            return [(name, text[name], "an object is needed")]
+    name = "rope_parameters" if text.get("rope_parameters") else "rope_scaling"
+    params = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
+    variant = str(params.get("rope_type") or params.get("type"))
+    needed = ROPE_NEEDS.get(variant, ())
+    missing = [n for n in needed if params.get(n) is None]
+    if missing:
+        return [(name, text[name], f"{variant} needs {', '.join(missing)}")]
+    wrong = [n for n in ROPE_NUMBERS if params.get(n) is not None and not _is_number(params[n])]
+    return [(name, text[name], f"{', '.join(wrong)}: a number is needed")] if wrong else []
+
+
 def _rope(config: dict[str, Any]) -> RopeSpec:
     # transformers 5 writes rope_parameters; older releases rope_theta beside rope_scaling.
     params = dict(config.get("rope_scaling") or {})
@@ -113,7 +159,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
         raise ConfigErrors(
             [ConfigError(key, str(folder), f"{path} does not exist", "give a Hugging Face model folder")]
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as exc:
+    except (OSError, ValueError, RecursionError) as exc:  # ValueError: not UTF-8, not JSON, an endless number
         raise ConfigErrors(
             [ConfigError(key, str(folder), f"{path} cannot be read: {exc}", "repair the file")]
         ) from None
@@ -144,6 +190,8 @@ def parse_hf_config(config: dict[str, Any], key: str = "actor.model.model_path")
         value = text.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             refuse(name, value, "a positive integer is needed", "repair config.json")
+    for name, value, rule in (*_wrong_kinds(text), *_wrong_rope(text)):
+        refuse(name, value, rule, "repair config.json")
     if errors:
         raise ConfigErrors(errors)
     heads = text["num_attention_heads"]
@@ -162,6 +210,11 @@ def parse_hf_config(config: dict[str, Any], key: str = "actor.model.model_path")
         raise ConfigErrors(errors)
     layers = text["num_hidden_layers"]
     window, sliding_layers = _sliding(text, family, layers)
+    if sliding_layers and len(sliding_layers) != layers:
+        refuse(
+            "layer_types", text["layer_types"], f"one entry for each of {layers} layers is needed", "repair config.json"
+        )
+        raise ConfigErrors(errors)
     bias = bool(text.get("attention_bias", False))
     return ModelSpec(
         model_type=family,

@@ -55,7 +55,7 @@ def _raw_header(path: Path) -> tuple[dict[str, Any], int]:
         raise HeaderError(f"{path} cannot be read: {_reason(exc)}") from None
     try:
         header = json.loads(text)
-    except (UnicodeDecodeError, json.JSONDecodeError):
+    except (ValueError, RecursionError):
         raise HeaderError(f"{path}: its header is not JSON") from None
     if not isinstance(header, dict):
         raise HeaderError(f"{path}: its header is no JSON object")
@@ -64,14 +64,16 @@ def _raw_header(path: Path) -> tuple[dict[str, Any], int]:
 
 def _tensor(path: Path, name: str, value: Any, data_size: int) -> TensorHeader:
     try:
-        shape, (start, stop) = tuple(int(n) for n in value["shape"]), value["data_offsets"]
+        shape, (start, stop) = tuple(value["shape"]), value["data_offsets"]
         dtype = str(value["dtype"])
     except (KeyError, TypeError, ValueError):
         raise HeaderError(f"{path}: the header entry of {name} is malformed") from None
+    if not all(type(n) is int and n >= 0 for n in (*shape, start, stop)):
+        raise HeaderError(f"{path}: the header entry of {name} is malformed")
     if stop > data_size:
         raise HeaderError(f"{path} is truncated: {name} ends at data byte {stop} of {data_size}")
     wanted = prod(shape) * DTYPE_BYTES.get(dtype, 0)
-    if not 0 <= start <= stop or (dtype in DTYPE_BYTES and stop - start != wanted):
+    if start > stop or (dtype in DTYPE_BYTES and stop - start != wanted):
         raise HeaderError(
             f"{path}: {name} of shape {list(shape)} and dtype {dtype} does not fit its {stop - start} bytes"
         )

@@ -141,8 +141,15 @@ def _recipe(options: DataOptions, sources: list[SourceFile]) -> dict[str, Any]:
     if options.type == "chat":
         recipe["keys"] = asdict(options.chat_keys)
         recipe["train_on"] = options.train_on
-        recipe["template"] = content_hash(Path(options.chat_template)) if options.chat_template else ""
+        recipe["template"] = "" if options.chat_template is None else _template_hash(options.chat_template)
     return recipe
+
+
+def _template_hash(path: str) -> str:
+    try:
+        return content_hash(Path(path))
+    except OSError as e:
+        raise DataError(f"{path}: data.chat_template cannot be read: {e.strerror or e}") from e
 
 
 def _rows(store: TokenStore, sources: list[SourceFile], options: DataOptions, built: bool) -> Dataset:

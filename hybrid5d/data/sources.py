@@ -168,32 +168,55 @@ def _read_jsonl(path: Path, faults: Faults) -> Iterator[tuple[int, Any]]:
             if not raw.strip():
                 continue
             try:
-                text = raw.decode("utf-8")
-                record = json.loads(text)
+                record = json.loads(raw.decode("utf-8"))
             except UnicodeDecodeError as e:
                 faults.add(path, number, f"not UTF-8: byte 0x{raw[e.start]:02x} at position {e.start} of the line")
                 continue
             except (ValueError, RecursionError) as e:
                 faults.add(path, number, f"not JSON: {e}")
                 continue
-            yield number, record
+            half = _half_character(record) if b"\\u" in raw else None
+            if half is None:
+                yield number, record
+            else:
+                faults.add(path, number, half)
+
+
+def _half_character(record: Any) -> str | None:
+    """What is wrong with a record that holds half of a surrogate pair: JSON may escape one, no tokenizer takes it."""
+    try:
+        json.dumps(record, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as e:
+        return f"no Unicode text: \\u{ord(e.object[e.start]):04x} is half of a character, without its other half"
+    return None
 
 
 def _read_json(path: Path, faults: Faults) -> Iterator[tuple[int, Any]]:
     try:
-        body = json.loads(path.read_text(encoding="utf-8-sig"))
+        text = path.read_text(encoding="utf-8-sig")
+        body = json.loads(text)
     except UnicodeDecodeError as e:
         faults.add(path, None, f"not UTF-8: byte 0x{e.object[e.start]:02x} at position {e.start}")
         return
     except json.JSONDecodeError as e:
         faults.add(path, e.lineno, f"not JSON: {e.msg} (column {e.colno}); one object a line needs the suffix .jsonl")
         return
+    except (ValueError, RecursionError) as e:  # the parser's limits
+        faults.add(path, None, f"not JSON: {e}")
+        return
     if isinstance(body, dict) and isinstance(body.get("data"), list):
         body = body["data"]
     if not isinstance(body, list):
         faults.add(path, None, 'neither a JSON list of samples nor an object with a list under "data"')
         return
-    yield from enumerate(body, start=1)
+    escapes = "\\u" in text
+    del text
+    for number, record in enumerate(body, start=1):
+        half = _half_character(record) if escapes else None
+        if half is None:
+            yield number, record
+        else:
+            faults.add(path, number, half)
 
 
 def _read_arrow(source: SourceFile, faults: Faults) -> Iterator[tuple[int, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -70,6 +71,12 @@ def refuse_existing(target: Path, force: bool) -> None:
         raise CheckpointError(f"{target} holds something other than a model (no config.json); it is not replaced")
 
 
+def _named(target: str | Path) -> Path:
+    """The target with a name of its own to put another folder beside: `.` and `..` have none."""
+    path = Path(target)
+    return path if path.name not in ("", "..") else Path(os.path.abspath(path))
+
+
 def _finish(temporary: Path, target: Path) -> None:
     """Put the finished folder in place; what was there goes last."""
     old = target.with_name(target.name + ".old")
@@ -124,7 +131,7 @@ def export_checkpoint(
         ConfigErrors: unknown dtype or size.
         CheckpointError: no complete checkpoint, damaged files, an existing target without `force`.
     """
-    target, axis = Path(target), Axis.single()
+    target, axis = _named(target), Axis.single()
     folder = files.find_checkpoint(checkpoint)
     manifest = files.read_manifest(folder)
     options = export_options(dtype, max_shard_size, force, manifest.precision)
@@ -161,7 +168,7 @@ def export_hf(
     """
     from hybrid5d.engine.checkpoint_shards import write_shards
 
-    target, axis = Path(target), world_axis()
+    target, axis = _named(target), world_axis()
     temporary, shards = target.with_name(target.name + ".tmp"), target.with_name(target.name + ".shards.tmp")
     options = together(axis, lambda: export_options(dtype, max_shard_size, force, engine.plan.precision.dtype))
 

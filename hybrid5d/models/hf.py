@@ -13,7 +13,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from hybrid5d.config.errors import CheckpointError, ConfigErrors
-from hybrid5d.config.hf_files import HfWeights, has_safetensors, inspect_hf_folder
+from hybrid5d.config.hf_files import (
+    EMBEDDING,
+    HEAD,
+    HEAD_DIFFERS,
+    UNTIE,
+    HfWeights,
+    has_safetensors,
+    inspect_hf_folder,
+)
 from hybrid5d.config.model_spec import ModelSpec
 from hybrid5d.parallel.agree import together, world_axis
 from hybrid5d.parallel.context import Axis
@@ -105,8 +113,18 @@ def _fill(param: nn.Parameter, weights: HfWeights, files: TensorFiles, faults: l
         piece.local_view(param.data).copy_(part)
         try:
             check_finite(part, name, path)
+            _check_tie(part, piece, name, weights, files)
         except CheckpointError as exc:
             faults.append(str(exc))
+
+
+def _check_tie(part: Tensor, piece: Piece, name: str, weights: HfWeights, files: TensorFiles) -> None:
+    """Raise CheckpointError where a tied model's folder stores a head of its own: transformers would not tie it."""
+    if not weights.tied or name != EMBEDDING or HEAD not in weights.tensors:
+        return
+    path, _ = weights.tensors[HEAD]
+    if not torch.equal(files.read(path, HEAD, piece_box(piece)).to(part.dtype), part):
+        raise CheckpointError(f"{path}: {HEAD_DIFFERS}. Fix: {UNTIE}")
 
 
 def _load_local(module: nn.Module, folder: Path, spec: ModelSpec) -> LoadReport:

@@ -247,6 +247,20 @@ def test_a_folder_that_is_no_model_is_never_replaced(tied: dict[str, Path], tmp_
         export_checkpoint(tied["ckpt"], tmp_path / "thesis.txt", force=True)
 
 
+def test_the_working_folder_may_be_replaced(
+    tied: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "m" / "sub").mkdir(parents=True)
+    (tmp_path / "m" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path / "m")
+    export_checkpoint(tied["ckpt"], ".", force=True)
+    assert (tmp_path / "m" / "model.safetensors").is_file()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m" / "sub").mkdir()
+    export_checkpoint(tied["ckpt"], "m/sub/..", force=True)
+    assert {p.name for p in tmp_path.iterdir()} == {"m"} and not (tmp_path / "m" / "sub").exists()
+
+
 def test_export_needs_no_optimizer_files(tied: dict[str, Path], tmp_path: Path) -> None:
     import shutil
 

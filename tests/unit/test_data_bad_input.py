@@ -53,6 +53,8 @@ TOKEN_FAULTS = [
     (b'{"input_ids": [1, 2], "labels": [1, 300]}', "labels[1]=300 is outside the vocabulary (0..299 or -100)"),
     (b'{"input_ids": [1, 2], "labels": [-1, 2]}', "labels[0]=-1 is outside the vocabulary (0..299 or -100)"),
     (b'{"input_ids": [1], "x": "\xff"}', "not UTF-8: byte 0xff at position 25 of the line"),
+    (b"[" * 100_000, "not JSON: maximum recursion depth"),
+    (b"9" * 5000, "not JSON: Exceeds the limit"),
 ]
 CHAT_FAULTS = [
     (b'{"text": "hi"}', "no key 'messages' (nor 'prompt'/'response', nor 'instruction'/'output'); its keys: text"),
@@ -64,6 +66,8 @@ CHAT_FAULTS = [
     (b'{"messages": [{"role": "user", "content": "hi"}]}', "has no assistant turn"),
     (b'{"prompt": "hi"}', "'response' must be a string, not NoneType"),
     (b'{"instruction": 3, "output": "x"}', "'instruction' must be a string, not int"),
+    (rb'{"prompt": "a\ud83d\ude00", "response": "b\uDE00"}', r"no Unicode text: \ude00 is half of a character"),
+    (rb'{"messages": [{"role": "\ud800", "content": ""}]}', r"no Unicode text: \ud800 is half of a character"),
 ]
 
 
@@ -163,6 +167,31 @@ def test_json_file_faults(tmp_path: Path) -> None:
     found = faults_of(tmp_path, "tokens", lines, mapping)
     assert found[0].startswith(f"{lines}:2: not JSON: Extra data") and ".jsonl" in found[0]
     assert found[1].startswith(f"{mapping}: neither a JSON list")
+
+
+@pytest.mark.parametrize("body", ["[" * 100_000, f"[{'9' * 5000}]"])
+def test_json_file_beyond_the_parsers_limits(tmp_path: Path, body: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(body)
+    (found,) = faults_of(tmp_path, "tokens", path)
+    assert found.startswith(f"{path}: not JSON: ")
+
+
+def test_half_characters_of_a_json_file_are_named_by_item(tmp_path: Path) -> None:
+    emoji = tmp_path / "emoji.jsonl"
+    emoji.write_text(json.dumps({"text": "\N{GRINNING FACE}"}))  # two escapes that are one character
+    chat = json.dumps([GOOD_CHAT, {"prompt": "\ud83d", "response": "b"}])
+    (tmp_path / "chat.json").write_text(chat)
+    (found,) = faults_of(tmp_path, "chat", tmp_path / "chat.json")
+    assert found.startswith(f"{tmp_path}/chat.json:2: no Unicode text: ")
+    assert open_file(tmp_path, "text", emoji).report.tokens == 6  # type: ignore[attr-defined]
+
+
+def test_chat_template_that_is_not_there(tmp_path: Path) -> None:
+    path, missing = tmp_path / "x.jsonl", tmp_path / "no.jinja"
+    path.write_text(json.dumps(GOOD_CHAT))
+    (found,) = faults_of(tmp_path, "chat", path, chat_template=str(missing))
+    assert found == f"{missing}: data.chat_template cannot be read: No such file or directory"
 
 
 def test_broken_parquet(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from hybrid5d.config.errors import ConfigErrors
 from hybrid5d.config.hf_files import check_hf_folder, expected_tensors, weights_wanted
-from hybrid5d.config.model_spec import ModelSpec, parse_hf_config
+from hybrid5d.config.model_spec import ModelSpec, parse_hf_config, read_hf_config
 from hybrid5d.config.safetensors_header import HeaderError, read_header
 from tests.kit import MODELS
 
@@ -217,6 +218,55 @@ def test_wrong_shapes_and_dtypes(tmp_path: Path) -> None:
 def test_quantised_config(tmp_path: Path) -> None:
     spec = spec_of("llama", quantization_config={"quant_method": "gptq"})
     one_line(write_folder(tmp_path, spec), spec, "gptq", "dequantise")
+    spec = spec_of("llama", quantization_config="gptq")
+    one_line(tmp_path, spec, "gptq", "dequantise")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("head_dim", "8"),
+        ("num_key_value_heads", "2"),
+        ("num_key_value_heads", -2),
+        ("rms_norm_eps", "small"),
+        ("rms_norm_eps", None),
+        ("max_position_embeddings", "2k"),
+        ("initializer_range", []),
+        ("attention_dropout", "none"),
+        ("tie_word_embeddings", "false"),
+        ("attention_bias", "no"),
+        ("sliding_window", "all"),
+        ("rope_parameters", "default"),
+        ("rope_scaling", [1]),
+        ("rope_theta", "1e4"),
+        ("rope_parameters", {"rope_type": "llama3", "factor": 8.0}),
+        ("rope_parameters", {"rope_type": "linear"}),
+        ("rope_parameters", {"rope_type": "yarn", "factor": "4"}),
+        ("layer_types", ["full_attention"]),
+    ],
+)
+def test_config_values_of_the_wrong_kind(name: str, value: object) -> None:
+    with pytest.raises(ConfigErrors) as e:
+        spec_of("mistral_window", **{name: value})
+    (line,) = str(e.value).split("\n")
+    assert line.startswith(f"actor.model.model_path: config.json {name}") and "Fix: " in line
+
+
+@pytest.mark.parametrize("body", ["[" * 100_000, "9" * 5000, "{"])
+def test_config_that_is_no_json(tmp_path: Path, body: str) -> None:
+    (tmp_path / "config.json").write_text(body)
+    with pytest.raises(ConfigErrors, match=r"config\.json cannot be read: "):
+        read_hf_config(tmp_path)
+
+
+def test_tied_model_with_a_head_of_another_shape(tmp_path: Path) -> None:
+    spec = spec_of("qwen3")
+    write_folder(tmp_path, spec, **{"lm_head.weight": np.zeros((7, spec.hidden_size), np.float32)})
+    one_line(tmp_path, spec, "lm_head.weight", "tie_word_embeddings")
+
+
+def _with_header(header: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header + bytes(8)
 
 
 def _damage(path: Path, how: str) -> None:
@@ -231,12 +281,21 @@ def _damage(path: Path, how: str) -> None:
         "no dtype": data[:8] + data[8 : 8 + length].replace(b'"dtype"', b'"dtypo"') + data[8 + length :],
         "wrong size": data[:8] + data[8 : 8 + length].replace(b'"F32"', b'"F16"', 1) + data[8 + length :],
         "list": (2).to_bytes(8, "little") + b"[]",
+        "deep": (100_000).to_bytes(8, "little") + b"[" * 100_000,
+        "text offsets": _with_header(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]}}'),
+        "half offsets": _with_header(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0.5, 4.5]}}'),
+        "half shape": _with_header(b'{"a": {"dtype": "F32", "shape": [1.5], "data_offsets": [0, 4]}}'),
+        "negative shape": _with_header(b'{"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}'),
     }[how]
     path.write_bytes(changed)
 
 
 @pytest.mark.parametrize(
-    "how", ["empty", "short data", "short header", "not json", "html", "no dtype", "wrong size", "list"]
+    "how",
+    [
+        *("empty", "short data", "short header", "not json", "html", "no dtype", "wrong size", "list", "deep"),
+        *("text offsets", "half offsets", "half shape", "negative shape"),
+    ],
 )
 def test_damaged_file(tmp_path: Path, how: str) -> None:
     spec = spec_of("llama")

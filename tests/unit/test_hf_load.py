@@ -99,6 +99,21 @@ def test_tied_head_stage_reads_the_embedding_under_either_name(folders: dict[str
         assert piece.name == "model.embed_tokens.weight" and torch.equal(piece.local_view(head), piece.cut(table))
 
 
+def test_tied_model_whose_head_differs_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    """transformers does not tie such a model, whatever config.json says: its logits would be others than ours."""
+    spec, full = spec_in(folders["qwen3"]), load_file(folders["qwen3"] / "model.safetensors")
+    table = full["model.embed_tokens.weight"]
+    save_file({**full, "lm_head.weight": table.clone()}, tmp_path / "model.safetensors")
+    load_hf_weights(build(spec, 1, 0), tmp_path, spec)
+    other = table.clone()
+    other[-1, -1] += 1
+    save_file({**full, "lm_head.weight": other}, tmp_path / "model.safetensors")
+    for keep in (slice(0, 1), slice(-2, None)):  # the embedding's stage, the head's
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight differs.*Fix: .*tie_word_embeddings") as e:
+            load_hf_weights(build(spec, 2, 1, keep=keep), tmp_path, spec)
+        assert "\n" not in str(e.value)
+
+
 class CountingOpen:
     """Stands in for safe_open: counts bytes that leave the file, and forbids whole-tensor reads."""
 
