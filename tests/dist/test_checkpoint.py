@@ -193,7 +193,9 @@ def _train_load_train(rank: int, layout: Layout, folder: str, root: str) -> Any:
     return first, again
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=2, zero=3), Layout(tp=2, zero=3), Layout(pp=2, precision="bf16")], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(dp=2), Layout(dp=2, zero=3), Layout(tp=2, zero=3), Layout(pp=2, precision="bf16")], ids=str
+)
 def test_going_back_in_a_live_engine(model: Path, tmp_path: Path, layout: Layout) -> None:
     for first, again in run_ranks(layout.world, _train_load_train, layout, str(model), str(tmp_path)):
         assert first == again
