@@ -168,6 +168,11 @@ def _rows(store: TokenStore, sources: list[SourceFile], options: DataOptions, bu
     if not len(lengths) and not options.allow_empty:
         counts = f"samples: {store.num_samples}, dropped as too long: {dropped}"
         raise DataError(f"{', '.join(options.paths)}: no row to train on ({counts})")
+    if not options.allow_empty and without_target == len(lengths):
+        raise DataError(
+            f"{', '.join(options.paths)}: none of the {len(lengths)} rows has a token to learn"
+            f" ({truncated} truncated to seq_length={seq_length}). Fix: a longer runner.seq_length, or other data"
+        )
     report = DatasetReport(
         files=len(sources),
         samples=store.num_samples,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -88,6 +89,22 @@ def local_batch(
     return LocalBatch(
         tensor(ids), tensor(labels), tensor(positions), plan, (plan.batch, plan.local_length // shards, hidden_size)
     )
+
+
+def fault_of(micro_batches: Sequence[MicroBatch], vocab_size: int) -> str | None:
+    """The first row that the model cannot take; a vocabulary cut over tp would give it zeros without a word."""
+    for document in (d for mb in micro_batches for row in mb for d in row):
+        ids, labels, name = document.input_ids, document.labels, f"row {document.row_id}"
+        if ids.shape != labels.shape:
+            return f"{name}: {labels.size} labels for {ids.size} input_ids"
+        for key, values, wrong in (
+            ("input_ids", ids, (ids < 0) | (ids >= vocab_size)),
+            ("labels", labels, (labels != IGNORE_INDEX) & ((labels < 0) | (labels >= vocab_size))),
+        ):
+            if wrong.any():
+                place = int(np.argmax(wrong))
+                return f"{name}: {key}[{place}]={values[place]} is outside the vocabulary (0..{vocab_size - 1})"
+    return None
 
 
 def valid_tokens(micro_batch: MicroBatch) -> int:

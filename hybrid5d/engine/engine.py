@@ -21,7 +21,15 @@ from hybrid5d.config.errors import DataError
 from hybrid5d.context_parallel import choose_kernel
 from hybrid5d.data.types import IGNORE_INDEX, Document, MicroBatch, StepBatch
 from hybrid5d.engine.adapter import PipelineAdapter, PlainAdapter, build_adapter
-from hybrid5d.engine.collate import SequenceOptions, local_batch, real_tokens, rows_of, sequence_plan, valid_tokens
+from hybrid5d.engine.collate import (
+    SequenceOptions,
+    fault_of,
+    local_batch,
+    real_tokens,
+    rows_of,
+    sequence_plan,
+    valid_tokens,
+)
 from hybrid5d.engine.parameters import parameter_groups
 from hybrid5d.engine.pipeline_module import HybridPipelineModule
 from hybrid5d.models.batch import LocalBatch
@@ -109,14 +117,13 @@ class Engine:
         Collective over the world.
 
         Raises:
-            DataError: at the first step, when ranks of one dp replica were given different rows.
+            DataError: on every rank, for a row with tokens beyond the vocabulary; at the first step, when ranks of one
+                dp replica were given different rows.
         """
         started = time.perf_counter()
         if not self._agreed:
             self._check_agreement(batch)
-        counts = self._sum_over_dp(
-            [sum(map(valid_tokens, batch.micro_batches)), sum(map(real_tokens, batch.micro_batches))]
-        )
+        counts = self._counts(batch.micro_batches)
         lr = self._set_schedule()
         scales = self._loss_scales(batch.micro_batches, counts[0])
         total = self.ds.train_step(self._local(batch.micro_batches), scales)
@@ -176,7 +183,7 @@ class Engine:
 
         Every dp rank passes the same number of micro-batches. Collective over the world.
         """
-        (valid,) = self._sum_over_dp([sum(map(valid_tokens, batch.micro_batches))])
+        valid, _ = self._counts(batch.micro_batches)
         outputs = self.ds.infer(self._local(batch.micro_batches))
         total = torch.stack([o.float() for o in outputs]).sum() if outputs else torch.zeros((), device=self.device)
         return self._global_sum(total), valid
@@ -191,6 +198,7 @@ class Engine:
         """
         size = micro_batch_size or self.plan.batch.micro_batch_size
         micro_batches = self._dealt(documents, size)
+        self._counts(micro_batches)
         self.out.mode = "logprobs"
         try:
             outputs = self.ds.infer(self._local(micro_batches))
@@ -240,6 +248,15 @@ class Engine:
         return x.cpu().numpy()
 
     # --- numbers that all ranks share -------------------------------------------------------------------------------
+
+    def _counts(self, micro_batches: Sequence[MicroBatch]) -> tuple[int, int]:
+        """(tokens with a label, tokens of real rows) over all dp ranks. Raises DataError on all for a bad row."""
+        fault = fault_of(micro_batches, self.plan.model.vocab_size) if self.plan.model else None
+        sums = [sum(map(valid_tokens, micro_batches)), sum(map(real_tokens, micro_batches)), int(fault is not None)]
+        valid, tokens, faults = self._sum_over_dp(sums)
+        if faults:
+            raise DataError(f"data: {fault or 'a row of another dp rank does not fit the model'}")
+        return valid, tokens
 
     def _sum_over_dp(self, values: list[int]) -> list[int]:
         if self.ctx.dp.size == 1:

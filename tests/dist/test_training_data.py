@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hybrid5d.config.errors import DataError
 from hybrid5d.data.types import Document, shift_labels
-from tests.engine_kit import Layout, config_dict
+from tests.engine_kit import Layout, build_engine, config_dict
 from tests.harness import run_ranks
-from tests.kit import MODELS, Recipe, hf_model, make_rows, reference
+from tests.kit import MODELS, Recipe, hf_model, make_rows, reference, step_batch
 
 SGD = Recipe(lr=0.1)
 
@@ -107,3 +109,39 @@ def test_dynamic_batches_vary_from_step_to_step(folders: dict[str, Path], tmp_pa
     ranks = run_ranks(2, _train, Layout(pp=2), str(tmp_path), CASES["dynamic"])
     assert len({s[5] for s in ranks[0]}) > 1
     assert [s[5] for s in ranks[0]] == [s[5] for s in ranks[1]]
+
+
+BAD_ROWS = {
+    "input_ids\\[1\\]=101 is outside the vocabulary": ([1, 101, 3], [2, 3, -100]),
+    "input_ids\\[0\\]=-1 is outside the vocabulary": ([-1, 2, 3], [2, 3, -100]),
+    "labels\\[1\\]=101 is outside the vocabulary": ([1, 2, 3], [2, 101, -100]),
+    "labels\\[0\\]=-7 is outside the vocabulary": ([1, 2, 3], [-7, 2, -100]),
+    "2 labels for 3 input_ids": ([1, 2, 3], [2, 3]),
+}
+
+
+def _refusals(rank: int, layout: Layout, folder: str) -> list[str]:
+    engine = build_engine(layout, SGD, folder, 2)
+    found = []
+    for ids, labels in BAD_ROWS.values():
+        bad = Document(np.array(ids), np.array(labels), 5)
+        good = Document(np.array([1, 2]), np.array([2, -100]), 4)
+        batch = step_batch([good, bad], layout.dp, engine.ctx.dp.rank, 1)
+        calls = (engine.train_batch, batch), (engine.eval_batch, batch), (engine.compute_logprobs, [good, bad])
+        for call, argument in calls:
+            with pytest.raises(DataError) as e:
+                call(argument)
+            found.append(str(e.value))
+    assert engine.global_step == 0
+    return found
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(dp=2)], ids=str)
+def test_rows_that_do_not_fit_the_model(layout: Layout, folders: dict[str, Path]) -> None:
+    """Rows given to the engine itself: a sharded vocabulary would take them in silence."""
+    ranks = run_ranks(layout.world, _refusals, layout, str(folders["qwen3"]))
+    for place, (text, _) in enumerate(BAD_ROWS.items()):
+        for kind, name in enumerate(("row 5", "row 5", "row 1")):  # logprobs counts the documents it is given
+            told = [found[3 * place + kind] for found in ranks]
+            assert any(re.search(f"{name}: {text}", t) for t in told), told
+            assert all("\n" not in t and ("another dp rank" in t or name in t) for t in told)

@@ -210,6 +210,15 @@ def test_training_on_nothing(tmp_path: Path) -> None:
         open_file(tmp_path, "tokens", blank)
 
 
+def test_training_on_rows_without_any_target(tmp_path: Path) -> None:
+    """With every answer cut off, each loss would be 0 and only weight decay would move the weights."""
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({"prompt": "a" * 100, "response": "b"}) + "\n")
+    with pytest.raises(DataError, match=r"none of the 1 rows .*\(1 truncated to seq_length=32\)\. Fix: "):
+        open_file(tmp_path, "chat", path)
+    assert open_file(tmp_path, "chat", path, allow_empty=True).report.without_target == 1  # type: ignore[attr-defined]
+
+
 def test_vocabulary_larger_than_the_models(tmp_path: Path) -> None:
     path = tmp_path / "x.txt"
     path.write_text("abc")
