@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -29,7 +30,16 @@ _encode: Callable[[Any], Any]  # of a worker process, set once when it starts
 def _start(encode: Callable[[Any], Any]) -> None:
     global _encode
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    threading.Thread(target=_end_with_caller, name="hybrid5d-caller", daemon=True).start()
     _encode = encode
+
+
+def _end_with_caller() -> None:
+    """A worker that waits for work does not see that its caller was killed: the workers keep the queue's ends open."""
+    caller = multiprocessing.parent_process()
+    if caller is not None:
+        caller.join()
+        os._exit(1)
 
 
 def _run(payload: Any) -> Any:

@@ -6,7 +6,8 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -47,8 +48,17 @@ class SafetensorsWriter:
         self._file = open(path, "wb")  # noqa: SIM115  closed by __exit__
         self._put(struct.pack("<Q", len(text)) + text)
 
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Failures of writing name the file: the system's own (disk full) do not."""
+        try:
+            yield
+        except OSError as exc:
+            raise OSError(exc.errno, exc.strerror or str(exc), str(self.path)) from exc
+
     def _put(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
+        with self._named():
+            self._file.write(data)
         self.crc32 = zlib.crc32(data, self.crc32)
         self.size += len(data)
 
@@ -69,7 +79,7 @@ class SafetensorsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._file:
+        with self._named(), self._file:  # closing flushes, too
             if kind is None:
                 left = next(self._names, None)
                 assert left is None, f"{left} was never written"

@@ -12,6 +12,7 @@ import unicodedata
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from hybrid5d.config.errors import DataError
@@ -135,6 +136,29 @@ def test_order_is_kept(workers: int) -> None:
 def test_a_killed_process_is_reported() -> None:
     with pytest.raises(DataError, match=r"a tokenising process of 2 died .* Fix: a smaller data.num_workers"):
         list(encode_batches(die_at_three, ((n, n) for n in range(20)), 2))
+
+
+def test_workers_end_with_a_killed_caller() -> None:
+    script = (
+        "import itertools, operator, sys, time\n"
+        "from hybrid5d.data.workers import encode_batches\n"
+        "for result, _ in encode_batches(operator.neg, ((n, n) for n in itertools.count()), 2):\n"
+        "    if result == -20:\n"
+        "        print('busy', flush=True)\n"
+        "        time.sleep(60)\n"
+    )
+    caller = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        assert caller.stdout is not None and caller.stdout.readline() == "busy\n"
+        started = psutil.Process(caller.pid).children(recursive=True)
+        assert len(started) >= 3  # the server and two workers
+    finally:
+        caller.kill()
+        caller.wait()
+    _, alive = psutil.wait_procs(started, timeout=10)
+    for process in alive:
+        process.kill()
+    assert not alive
 
 
 def test_a_script_without_a_guard(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from hybrid5d.context_parallel import ContextParallelAttention
 from hybrid5d.models import hf
 from hybrid5d.models.decoder import HeadOutput, decoder_layers
 from hybrid5d.models.hf import load_hf_weights
+from hybrid5d.models.safetensors_writer import SafetensorsWriter
+from hybrid5d.parallel.agree import together
 from hybrid5d.parallel.context import Axis, ParallelContext
 from hybrid5d.parallel.pieces import Piece, pieces_of
 from hybrid5d.plan.layout import ParallelLayout
@@ -199,3 +201,16 @@ def test_a_parameter_of_ones_own_with_several_pieces(folders: dict[str, Path]) -
     want = torch.zeros(10, 32)
     want[1:4], want[6:9] = full[name][5:8], full[name][60:63]
     assert torch.equal(module.mixed, want) and bool((module.free == 7).all())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("size", [1, 1 << 20])
+def test_a_full_disk_is_named(size: int) -> None:
+    """The system's error of a write has no path; small files fail only when they are flushed."""
+
+    def write() -> None:
+        with SafetensorsWriter(Path("/dev/full"), {"a": (torch.float32, (size,))}) as writer:
+            writer.write("a", torch.zeros(size))
+
+    with pytest.raises(CheckpointError, match=r"^/dev/full: No space left on device$"):
+        together(ONE, write)
