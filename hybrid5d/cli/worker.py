@@ -111,7 +111,7 @@ def _train(job: Job, plan: RunPlan, notices: Sequence[str]) -> None:
 
     from hybrid5d.engine.trainer import Trainer
 
-    _resume(job, engine, folder)
+    _resume(job, engine, folder, loader)
     if first:
         say(f"attention kernel: {engine.attention_kernel}", sys.stdout)
         folder.write_environment(job.env, str(engine.device))
@@ -170,6 +170,8 @@ def _introduction(plan: RunPlan, env: LaunchEnv, loader: Loader | None, notices:
     ]
     if loader is not None:
         lines.append(f"data: {loader.describe()}")
+        if loader.total_steps is None:
+            lines.append("notice: neither runner.max_steps nor runner.max_epochs is set: the run goes on until stopped")
     return [*lines, *(f"notice: {n}" for n in notices)]
 
 
@@ -199,13 +201,16 @@ def _whole_line(job: Job) -> Any:
     return show
 
 
-def _resume(job: Job, engine: Engine, folder: RunFolder) -> Path | None:
+def _resume(job: Job, engine: Engine, folder: RunFolder, loader: Loader | None = None) -> Path | None:
     from hybrid5d.engine.trainer import resume
 
     job.where = "loading the checkpoint"
-    source = resume(engine, folder)
+    source, changes = resume(engine, folder, loader)
     if source is not None and job.env.rank == 0:
         say(f"resumed from {source} at step {engine.global_step}", sys.stdout)
+        if changes:
+            told = f"rows differ from those that the checkpoint was made with: {', '.join(changes)}"
+            say(f"notice: {told}; step {engine.global_step + 1} takes its place in the new order", sys.stdout)
     return source
 
 

@@ -11,6 +11,7 @@ from hybrid5d.config.errors import ConfigError, ConfigErrors
 
 DENSE_FAMILIES = ("llama", "qwen2", "qwen3", "mistral")  # HF `model_type` of what we train
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+MAX_POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}  # transformers' defaults
 ROPE_NEEDS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -226,7 +227,7 @@ def parse_hf_config(config: dict[str, Any], key: str = "actor.model.model_path")
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
-        max_position_embeddings=int(text.get("max_position_embeddings", 2048)),
+        max_position_embeddings=int(text.get("max_position_embeddings", MAX_POSITIONS[family])),
         tie_word_embeddings=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
         rope=rope,
         attention_bias=True if family == "qwen2" else bias,

@@ -7,6 +7,7 @@ peers of a dp rank get equal rows, and `step(k)` needs no step before it, so a r
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -91,6 +92,21 @@ class Loader:
         if self.pack_plan is not None:
             parts.append(f"packed into {self.num_rows} rows, fill rate {self.pack_plan.fill_rate:.3f}")
         return "; ".join(parts)
+
+    def identity(self) -> dict[str, int | str | bool]:
+        """What decides which rows step k has; JSON-ready, by the names that a user knows."""
+        options, report = self.options, self.dataset.report
+        lengths = np.ascontiguousarray(self.dataset.lengths, dtype=np.int64)
+        return {
+            "rows": report.rows,
+            "tokens": report.tokens,
+            "hash of the rows' lengths": zlib.crc32(lengths.tobytes()),
+            "actor.global_batch_size": options.global_batch_size,
+            "data.seed": options.seed,
+            "data.shuffle": options.shuffle,
+            "data.last_batch": options.last_batch,
+            "data.packing": options.packing,
+        }
 
     def _total_steps(self) -> int | None:
         bounds = []

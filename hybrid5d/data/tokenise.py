@@ -178,7 +178,7 @@ def _file_pieces(source: SourceFile, index: int, options: DataOptions, faults: F
             if source.named and not options.allow_empty:
                 faults.add(source.path, None, "the file is empty (0 bytes)")
             return
-        with open(source.path, encoding="utf-8", newline="") as f:
+        with open(source.path, encoding="utf-8-sig", newline="") as f:  # a mark at the start is no text
             while block := f.read(_PIECE):
                 pending += block
                 cut = pending.rfind("\n") + 1

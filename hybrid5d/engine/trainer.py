@@ -20,6 +20,8 @@ from hybrid5d.parallel.agree import together, world_axis
 if TYPE_CHECKING:
     from hybrid5d.engine.engine import Engine, StepResult
 
+DATA = "data"  # of a checkpoint's state: the loader's identity
+
 
 class TrainingError(HybridError):
     """Training cannot go on: the numbers are no longer finite."""
@@ -61,17 +63,22 @@ def evaluate(engine: Engine, loader: EvalLoader) -> Evaluation:
     return Evaluation(total / valid if valid else None, valid, rows)
 
 
-def resume(engine: Engine, folder: RunFolder) -> Path | None:
+def resume(engine: Engine, folder: RunFolder, loader: Loader | None = None) -> tuple[Path | None, list[str]]:
     """Load the checkpoint that `runner.resume_dir` names; `auto` is the newest of this run, if there is one.
+
+    Returns:
+        (the checkpoint or None, what of `loader`'s data or order is not as the checkpoint was made with).
 
     Raises:
         CheckpointError: damaged, or it does not fit.
     """
     asked = engine.plan.config.runner.resume_dir
     source = together(world_axis(), lambda: resolve_resume(asked, folder / CHECKPOINTS))
-    if source is not None:
-        engine.load_checkpoint(source)
-    return source
+    if source is None:
+        return None, []
+    saved = engine.load_checkpoint(source).get(DATA, {})
+    now = {} if loader is None else loader.identity()
+    return source, [f"{n}={now[n]} (was {old})" for n, old in saved.items() if n in now and now[n] != old]
 
 
 class Trainer:
@@ -171,7 +178,7 @@ class Trainer:
     def _save(self) -> Path:
         step = self.engine.global_step
         self.note(f"checkpoint after step {step}")
-        path = self.engine.save_checkpoint(self.folder / CHECKPOINTS)
+        path = self.engine.save_checkpoint(self.folder / CHECKPOINTS, {DATA: self.loader.identity()})
         self._saved_at = step
         self.console.say(f"checkpoint: {path}")
         return path

@@ -250,6 +250,11 @@ def _notices(plan: RunPlan, reading: ModelReading) -> tuple[str, ...]:
         )
     if config.actor.model.recompute_granularity is None and config.actor.model.recompute_method is not None:
         told.append("recompute_method without recompute_granularity: nothing is recomputed")
+    if plan.model is not None and (config.row_length or 0) > plan.model.max_position_embeddings:
+        told.append(
+            f"rows of up to {config.row_length} tokens exceed the model's max_position_embeddings="
+            f"{plan.model.max_position_embeddings}: positions that it was not trained for"
+        )
     if "swanlab" in config.runner.logger.logger_backends:
         told.append("tracker swanlab is not fed; metrics.jsonl always is")
     fraction = config.actor.optim.optimizer_offload_fraction

@@ -141,7 +141,6 @@ LEGAL = [
     {"tensor_model": 1, "pipeline_model": 3},
     {"tensor_model": 1, "pipeline_model": 5},
     {"tensor_model": 1, "pipeline_model": 1, "context": 2},
-    {"tensor_model": 9, "pipeline_model": 1},
 ]
 
 
@@ -152,10 +151,12 @@ def test_legal_layouts_of_the_whole_model(degrees: dict[str, int]) -> None:
     assert sum(plan.stages) == 30 and plan.layout.world_size == world
 
 
-def test_tp_2_is_refused_with_the_reason() -> None:
+@pytest.mark.parametrize("tp, reason", [(2, "num_attention_heads=9 "), (9, "the MLP width 1536 ")])
+def test_other_tp_is_refused_with_the_reason(tp: int, reason: str) -> None:
     with pytest.raises(ConfigErrors) as caught:
-        _plan(prepared(None), 2, tensor_model=2, pipeline_model=1)
-    assert any("9" in str(e) and "tensor_model_parallel_size" in str(e) for e in caught.value.errors)
+        _plan(prepared(None), tp, tensor_model=tp, pipeline_model=1)
+    (error,) = caught.value.errors
+    assert error.key == "actor.model.tensor_model_parallel_size" and error.rule.startswith(reason)
 
 
 def test_the_example_is_the_layout_of_six() -> None:

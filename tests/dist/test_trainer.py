@@ -27,12 +27,13 @@ def train(rank: int, world: int, path: str, words: tuple[str, ...], poison: bool
     folder = RunFolder.of(plan)
     if rank == 0:
         folder.prepare(plan)
-    resume(engine, folder)
     dp = plan.layout.coordinate(rank).dp
+    loader = loader_from_plan(plan, dp)
+    _, changes = resume(engine, folder, loader)
     eval_loader = eval_loader_from_plan(plan, dp) if plan.config.data.val_data_paths else None
     if poison:
         next(iter(engine.module.parameters())).data.fill_(math.nan)
-    return Trainer(engine, loader_from_plan(plan, dp), folder, eval_loader=eval_loader).run()
+    return {"changes": changes, **Trainer(engine, loader, folder, eval_loader=eval_loader).run()}
 
 
 train.needs_group = True  # type: ignore[attr-defined]
@@ -68,11 +69,27 @@ def test_a_resumed_run_leaves_the_same_lines(tmp_path: Path) -> None:
     lines = tmp_path / "b" / "run" / "metrics.jsonl"
     lines.write_text(lines.read_text() + '{"step": 4, "loss": 1')  # a killed run's last words
     checkpoint = "runner.resume_dir=" + str(tmp_path / "b" / "run" / "checkpoints" / "global_step_2")
-    run_ranks(2, train, 2, str(parts), (PP2, checkpoint))
+    assert [r["changes"] for r in run_ranks(2, train, 2, str(parts), (PP2, checkpoint))] == [[], []]
     got, want = metrics(tmp_path / "b" / "run"), metrics(tmp_path / "a" / "run")
     for key in ("step", "rows_seen", "lr", "tokens"):
         assert [g[key] for g in got] == [w[key] for w in want]
     assert [g["loss"] for g in got] == pytest.approx([w["loss"] for w in want], abs=1e-5)
+
+
+def test_a_resumed_run_says_what_changed(tmp_path: Path) -> None:
+    """Other data, order or batch: the run goes on, and not in silence."""
+    path = write_run(tmp_path / "a", rows=21)
+    run_ranks(1, train, 1, str(path), ("runner.save_interval=2", "runner.max_steps=2"))
+    file = tmp_path / "a" / "rows.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[1:]))
+    lost, tokens = len(json.loads(lines[0])["input_ids"]), sum(len(json.loads(x)["input_ids"]) for x in lines)
+    words = ("runner.resume_dir=auto", "runner.max_steps=3", "data.seed=7", "actor.global_batch_size=4")
+    (result,) = run_ranks(1, train, 1, str(path), words)
+    told = {c.split("=")[0]: c.split("=")[1] for c in result["changes"]}
+    assert told.pop("hash of the rows' lengths")
+    assert told.pop("data.seed").startswith("7 ") and told.pop("actor.global_batch_size") == "4 (was 8)"
+    assert told == {"rows": "20 (was 21)", "tokens": f"{tokens - lost} (was {tokens})"}
 
 
 def test_the_end_leaves_a_checkpoint_and_a_model(tmp_path: Path) -> None:

@@ -269,6 +269,11 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
     assert tokens > 126_000_000 and megabytes < 110
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhi \xef\xbb\xbf")
+    assert rows(open_dataset(text_options(tmp_path, tmp_path / "a.txt"))) == [[256, *b"hi \xef\xbb\xbf", 257]]
+
+
 def test_data_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello")
     code = (

@@ -244,6 +244,13 @@ def test_zero_2_and_3_only_without_a_pipeline(ready: dict[str, Any], stage: int)
     assert found.zero_stage == stage and found.deepspeed["zero_optimization"]["stage"] == stage
 
 
+def test_rows_longer_than_the_model_was_trained_for_are_told(ready: dict[str, Any], tmp_path: Path) -> None:
+    for longest, count in ((511, 1), (512, 0), (None, 0)):  # Qwen3's own default is 32768
+        folder = write_model(tmp_path / "model", **({} if longest is None else {"max_position_embeddings": longest}))
+        found = plan(1, {**ready, "actor__model__model_path": str(folder)})
+        assert sum("512 tokens exceed the model's max_position_embeddings=511" in n for n in found.notices) == count
+
+
 def test_zero_0_runs_as_1_and_says_so(ready: dict[str, Any]) -> None:
     for changes in (zero(0), {"actor__optim__use_distributed_optimizer": False}):
         found = plan(2, ready, **layout(pp=2), **changes)
