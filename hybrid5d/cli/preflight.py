@@ -37,7 +37,7 @@ def plan_run(words: Words, env: LaunchEnv, *, evaluate: bool = False) -> tuple[R
         raise ConfigErrors(_refusal(document, env.world_size, evaluate))
     errors = [*document.errors, *_run_rules(config, evaluate)]
     try:
-        plan = build_plan(config, env.world_size)
+        plan = build_plan(config, env.world_size, evaluate=evaluate)
     except ConfigErrors as exc:
         errors += [e for e in exc.errors if e not in errors]
     else:
@@ -67,7 +67,9 @@ def _refusal(document: Document, world_size: int | None, evaluate: bool) -> list
     """The faults of a file that cannot be used, then those of the rest of it."""
     errors, rest = list(document.errors), document.judged
     if rest is not None:
-        further = best_effort(lambda: _run_rules(rest, evaluate) + find_faults(rest, world_size, training=True))
+        further = best_effort(
+            lambda: _run_rules(rest, evaluate) + find_faults(rest, world_size, training=True, evaluate=evaluate)
+        )
         errors += [e for e in further if e not in errors]
     return errors
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -210,10 +211,11 @@ def logger_rules(config: RunConfig) -> list[ConfigError]:
     ]
 
 
-def training_rules(config: RunConfig) -> list[ConfigError]:
-    """What a run needs on disk beyond the model's config.json."""
-    paths = [partial(_paths, name) for name in ("train_data_paths", "val_data_paths")]
-    return judged([_data_type, _train_data, *paths, _weights, _tokenizer, _resume, _offload], config)
+def training_rules(config: RunConfig, evaluate: bool = False) -> list[ConfigError]:
+    """What a run needs on disk beyond the model's config.json; an evaluation reads no training data."""
+    training: list[Callable[[RunConfig], list[ConfigError]]] = [_train_data, partial(_paths, "train_data_paths")]
+    data = [_data_type, *([] if evaluate else training), partial(_paths, "val_data_paths")]
+    return judged([*data, _weights, _tokenizer, _resume, _offload], config)
 
 
 def _data_type(config: RunConfig) -> list[ConfigError]:

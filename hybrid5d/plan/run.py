@@ -69,25 +69,31 @@ class Assembly:
     errors: list[ConfigError] = field(default_factory=list)
 
 
-def build_plan(config: RunConfig, world_size: int, *, training: bool = True) -> RunPlan:
+def build_plan(config: RunConfig, world_size: int, *, training: bool = True, evaluate: bool = False) -> RunPlan:
     """The plan of `config` on `world_size` processes.
 
     Args:
         training: also require what a run needs (model folder, data files); False for translation.
+        evaluate: the run only evaluates, so training data may be missing.
 
     Raises:
         ConfigErrors: all violations, one line each.
     """
     from hybrid5d.plan.translate import build_report  # the report describes plans, so it imports this module
 
-    assembly = assemble(config, world_size, training=training)
+    assembly = assemble(config, world_size, training=training, evaluate=evaluate)
     if assembly.errors:
         raise ConfigErrors(assembly.errors)
     return replace(assembly.plan, report=tuple(build_report(assembly.plan)))
 
 
 def assemble(
-    config: RunConfig, world_size: int, *, training: bool = False, gpus_per_node: int | None = None
+    config: RunConfig,
+    world_size: int,
+    *,
+    training: bool = False,
+    evaluate: bool = False,
+    gpus_per_node: int | None = None,
 ) -> Assembly:
     """Like `build_plan`, but returns what it can with the errors beside it."""
     model = config.actor.model
@@ -97,7 +103,9 @@ def assemble(
     reading = read_model(config, training)
     stages, _ = _stages(config, reading.numbers)
     precision = plan_precision(config)
-    errors = find_faults(config, world_size, training=training, gpus_per_node=gpus_per_node, reading=reading)
+    errors = find_faults(
+        config, world_size, training=training, evaluate=evaluate, gpus_per_node=gpus_per_node, reading=reading
+    )
     plan = RunPlan(
         config=config,
         model=reading.spec,
@@ -120,6 +128,7 @@ def find_faults(
     world_size: int | None,
     *,
     training: bool,
+    evaluate: bool = False,
     gpus_per_node: int | None = None,
     reading: ModelReading | None = None,
 ) -> list[ConfigError]:
@@ -156,7 +165,7 @@ def find_faults(
             lambda: rules.zero_rules(config),
             lambda: rules.dynamic_rules(config),
             lambda: rules.logger_rules(config),
-            lambda: rules.training_rules(config) + _translate_only(config) if training else [],
+            lambda: rules.training_rules(config, evaluate) + _translate_only(config) if training else [],
             lambda: block_rules(config, lambda: batch()[0]),
         ]
     )

@@ -154,9 +154,8 @@ def test_train_ends_with_its_ranks_and_never_reports_a_lost_run_as_done(tmp_path
 def test_eval_verb_gives_the_loss_of_the_start_weights(one_process: Path, tmp_path: Path) -> None:
     rows = one_process.parent / "rows.jsonl"
     words = [sys.executable, "-m", "hybrid5d", "eval", str(one_process / "resolved.yaml"), "--num-procs", "2"]
-    ended = run(
-        [*words, "--launcher", "torchrun", TP2, f"data.val_data_paths=[{rows}]", f"runner.output_dir={tmp_path}"]
-    )
+    changes = [f"data.val_data_paths=[{rows}]", "data.train_data_paths=null", f"runner.output_dir={tmp_path}"]
+    ended = run([*words, "--launcher", "torchrun", TP2, *changes])
     assert ended.code == 0, ended.err
     found = json.loads((tmp_path / "run" / "eval" / "result.json").read_text())
     assert found["rows"] == 24 and f"loss {found['loss']:.4f}" in ended.out
