@@ -213,8 +213,9 @@ def logger_rules(config: RunConfig) -> list[ConfigError]:
 
 def training_rules(config: RunConfig, evaluate: bool = False) -> list[ConfigError]:
     """What a run needs on disk beyond the model's config.json; an evaluation reads no training data."""
-    training: list[Callable[[RunConfig], list[ConfigError]]] = [_train_data, partial(_paths, "train_data_paths")]
-    data = [_data_type, *([] if evaluate else training), partial(_paths, "val_data_paths")]
+    data: list[Callable[[RunConfig], list[ConfigError]]] = [_data_type, partial(_paths, "val_data_paths")]
+    if not evaluate:
+        data[1:1] = [_train_data, partial(_paths, "train_data_paths")]
     return judged([*data, _weights, _tokenizer, _resume, _offload], config)
 
 
