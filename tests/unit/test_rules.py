@@ -245,10 +245,12 @@ def test_zero_2_and_3_only_without_a_pipeline(ready: dict[str, Any], stage: int)
 
 
 def test_rows_longer_than_the_model_was_trained_for_are_told(ready: dict[str, Any], tmp_path: Path) -> None:
-    for longest, count in ((511, 1), (512, 0), (None, 0)):  # Qwen3's own default is 32768
+    cases = ((511, 512, True), (512, 512, False), (None, 4096, False), (None, 32769, True))  # Qwen3's default: 32768
+    for longest, length, told in cases:
         folder = write_model(tmp_path / "model", **({} if longest is None else {"max_position_embeddings": longest}))
-        found = plan(1, {**ready, "actor__model__model_path": str(folder)})
-        assert sum("512 tokens exceed the model's max_position_embeddings=511" in n for n in found.notices) == count
+        found = plan(1, {**ready, "actor__model__model_path": str(folder)}, runner__seq_length=length)
+        text = f"{length} tokens exceed the model's max_position_embeddings={longest or 32768}"
+        assert any(text in n for n in found.notices) == told
 
 
 def test_zero_0_runs_as_1_and_says_so(ready: dict[str, Any]) -> None:
