@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_number(value: Any, kinds: tuple[type, ...] = (int, float)) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool)
+    return type(value) in kinds and abs(value) <= sys.float_info.max  # not a bool, an infinity or NaN
 
 
 def _wrong_kinds(text: dict[str, Any]) -> list[tuple[str, Any, str]]:

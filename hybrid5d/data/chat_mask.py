@@ -264,6 +264,8 @@ def span_mask(encoding: Encoding, num_tokens: int, spans: list[Span]) -> np.ndar
     """
     mask = np.zeros(num_tokens, np.uint8)
     for start, stop in spans:
+        if start == stop:
+            continue
         first, last = encoding.char_to_token(start), encoding.char_to_token(stop - 1)
         if first is None or last is None:
             return token_mask(np.array(encoding.offsets, np.int32).reshape(-1, 2), spans)
@@ -287,5 +289,5 @@ def token_mask(offsets: np.ndarray, spans: list[Span]) -> np.ndarray:
     previous[1:] = np.maximum.accumulate(ends)[:-1]
     starts = np.where(starts == ends, np.minimum(previous, starts), starts)
     for start, stop in spans:
-        mask[(starts < stop) & (ends > start)] = 1
+        mask[(starts < stop) & (ends > start) & (start < stop)] = 1
     return mask

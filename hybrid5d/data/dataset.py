@@ -33,7 +33,7 @@ class DataOptions:
         vocab_size: of the model; every id must be below it.
         tokenizer: an HF folder, or `byte`. Unused for tokens.
         overlong: what happens to a tokens or chat sample above seq_length. Documents of text are cut into rows instead.
-        num_workers: processes that tokenise; 0: the caller, with the tokenizer's own threads.
+        num_workers: processes that tokenise; 0: two threads of the caller, and the tokenizer's own.
         allow_empty: no row at all is no fault (evaluation).
     """
 

@@ -188,6 +188,8 @@ def _half_character(record: Any) -> str | None:
         json.dumps(record, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as e:
         return f"no Unicode text: \\u{ord(e.object[e.start]):04x} is half of a character, without its other half"
+    except RecursionError:
+        return "not JSON: nested too deeply"
     return None
 
 

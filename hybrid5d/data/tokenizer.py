@@ -7,6 +7,7 @@ finds its tokens in the cache, pays for neither. `trust_remote_code` is never us
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from hybrid5d.config.errors import DataError
 from hybrid5d.data.byte_lengths import byte_lengths
 from hybrid5d.data.chat_mask import Span, span_mask
 
+_TRACKING = threading.Lock()  # transformers 4 keeps a rendering's turns in the template, which threads share
 BYTES = "byte"  # the name of the byte tokenizer where a folder is expected
 _FILES = (
     "tokenizer.json",
@@ -141,7 +143,8 @@ class FastTokenizer:
 
     def render_generation_spans(self, conversation: list[dict[str, Any]]) -> tuple[str, list[Span]]:
         """Text of a conversation and the spans inside the template's own `{% generation %}` tags."""
-        texts, spans = self._render([conversation], return_assistant_tokens_mask=True)
+        with _TRACKING:
+            texts, spans = self._render([conversation], return_assistant_tokens_mask=True)
         return texts[0], [(int(a), int(b)) for a, b in spans[0]]
 
     def _render(self, conversations: list[list[dict[str, Any]]], **kwargs: Any) -> Any:

@@ -24,6 +24,7 @@ Result = TypeVar("Result")
 
 _AHEAD = 3  # batches in flight per worker: bounds memory
 _SLOW_IMPORTS = ("hybrid5d.data.chat", "tokenizers", "transformers.utils.chat_template_utils")
+_MAIN = threading.Lock()  # one thread at a time takes the main module away and puts it back
 _encode: Callable[[Any], Any]  # of a worker process, set once when it starts
 
 
@@ -61,12 +62,13 @@ def _context() -> BaseContext:
 @contextmanager
 def _no_main_module() -> Iterator[None]:
     """Inside, a new process does not import the caller's main module: a script without a guard would run again."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+    with _MAIN:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
 
 
 def _pool(encode: Callable[[Any], Any], num_workers: int) -> tuple[Executor, Callable[[Any], Any]]:
@@ -74,6 +76,18 @@ def _pool(encode: Callable[[Any], Any], num_workers: int) -> tuple[Executor, Cal
     if num_workers <= 0:  # the tokenizer works outside the interpreter's lock: one batch in it, one before or after it
         return ThreadPoolExecutor(2), encode
     return ProcessPoolExecutor(num_workers, mp_context=_context(), initializer=_start, initargs=(encode,)), _run
+
+
+@contextmanager
+def _named_death(num_workers: int) -> Iterator[None]:
+    """A process that was killed is told of by the next result, or by the next batch that is handed over."""
+    try:
+        yield
+    except BrokenProcessPool as e:
+        raise DataError(
+            f"a tokenising process of {num_workers} died (killed for memory?)."
+            " Fix: a smaller data.num_workers; 0 tokenises in the caller"
+        ) from e
 
 
 def encode_batches(
@@ -86,7 +100,7 @@ def encode_batches(
     process is killed.
     """
     pool, call = _pool(encode, num_workers)
-    with pool:
+    with _named_death(num_workers), pool:
         iterator = iter(batches)
         waiting: deque[tuple[Future[Result], Label]] = deque()
         while True:
@@ -96,11 +110,4 @@ def encode_batches(
             if not waiting:
                 return
             future, label = waiting.popleft()
-            try:
-                result = future.result()
-            except BrokenProcessPool as e:
-                raise DataError(
-                    f"a tokenising process of {num_workers} died (killed for memory?)."
-                    " Fix: a smaller data.num_workers; 0 tokenises in the caller"
-                ) from e
-            yield result, label
+            yield future.result(), label

@@ -169,6 +169,14 @@ def test_json_file_faults(tmp_path: Path) -> None:
     assert found[1].startswith(f"{mapping}: neither a JSON list")
 
 
+def test_json_at_the_edge_of_the_parsers_depth(tmp_path: Path) -> None:
+    """What is read but cannot be written again is a fault of its line, too."""
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join("[" * n + '"\\u0041"' + "]" * n + "\n" for n in range(700, 1000)))
+    found = faults_of(tmp_path, "tokens", path)
+    assert found[0].startswith(f"{path}:1: a JSON object is expected")
+
+
 @pytest.mark.parametrize("body", ["[" * 100_000, f"[{'9' * 5000}]"])
 def test_json_file_beyond_the_parsers_limits(tmp_path: Path, body: str) -> None:
     path = tmp_path / "x.json"

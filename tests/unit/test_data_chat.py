@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -261,6 +263,26 @@ def test_text_that_looks_like_a_mark(folders: dict[str, Path]) -> None:
         talk = [{"role": "user", "content": said, "name": "x"}, {"role": "assistant", "content": f"{said}."}]
         ((ids, mask),) = ChatEncoder(tokenizer, "assistant").encode([talk])  # type: ignore[misc]
         assert tokenizer.decode(ids[mask == 1], special=True) == f"{said}.<|im_end|>"
+
+
+def test_generation_spans_are_asked_for_one_at_a_time(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads encode; transformers 4 keeps the turns of one rendering in the template that they share."""
+    tokenizer = FastTokenizer(str(folders["character"]), REFERENCES["tagged"][0])
+    running: list[int] = []
+
+    def render(*_: object, **__: object) -> object:
+        assert not running
+        running.append(1)
+        time.sleep(0.05)
+        running.pop()
+        return ["text"], [[(0, 1)]]
+
+    monkeypatch.setattr("transformers.utils.chat_template_utils.render_jinja_template", render)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(tokenizer.render_generation_spans, [CONVERSATIONS[0]] * 4))
+    assert found == [("text", [(0, 1)])] * 4
 
 
 def test_template_that_hides_its_turns(folders: dict[str, Path], tmp_path: Path) -> None:

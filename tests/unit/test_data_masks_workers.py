@@ -8,6 +8,8 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
+import time
 import unicodedata
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import psutil
 import pytest
 
 from hybrid5d.config.errors import DataError
-from hybrid5d.data.workers import encode_batches
+from hybrid5d.data.workers import _no_main_module, encode_batches
 
 tokenizers = pytest.importorskip("tokenizers")
 hypothesis = pytest.importorskip("hypothesis")
@@ -28,13 +30,13 @@ from hybrid5d.data.chat_mask import span_mask, token_mask  # noqa: E402
 TEXT = "Hello there, äöü 🎉 日本語\n\n  def f():\n\treturn 1  <|end|> naïve"
 
 
-def byte_level(*, normalizer: object = None, prefix: bool = False, trim: bool = False, **added: bool) -> object:
+def byte_level(*, normalizer: object = None, prefix: bool = False, **added: bool) -> object:
     t = tokenizers.Tokenizer(tokenizers.models.BPE())
     t.normalizer = normalizer
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"\p{L}+|\d|[^\p{L}\d]+"), "isolated")
-    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False, trim_offsets=trim)
+    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False, trim_offsets=False)
     t.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, level])
-    t.post_processor = tokenizers.processors.ByteLevel(trim_offsets=trim)
+    t.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
     t.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
@@ -118,6 +120,17 @@ def test_a_tokenizer_travels(tmp_path: Path) -> None:
     assert encoder.tokenizer.decode(one[0].tolist()) == copy.tokenizer.decode(one[0].tolist())  # type: ignore[index]
 
 
+def test_an_empty_span_marks_nothing() -> None:
+    """An empty answer without an end-of-turn mark: at the text's beginning, and inside of a token."""
+    t = tokenizers.Tokenizer(tokenizers.models.WordLevel({"hello": 0, "world": 1}, unk_token="hello"))
+    t.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    encoding = t.encode("hello world")
+    for place in range(12):
+        spans = [(place, place)]
+        assert span_mask(encoding, 2, spans).tolist() == [0, 0]
+        assert token_mask(np.array(encoding.offsets), spans).tolist() == [0, 0]
+
+
 def die_at_three(number: int) -> int:
     if number == 3:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -136,6 +149,38 @@ def test_order_is_kept(workers: int) -> None:
 def test_a_killed_process_is_reported() -> None:
     with pytest.raises(DataError, match=r"a tokenising process of 2 died .* Fix: a smaller data.num_workers"):
         list(encode_batches(die_at_three, ((n, n) for n in range(20)), 2))
+
+
+def test_a_process_killed_while_the_caller_is_busy_is_reported() -> None:
+    results = encode_batches(die_at_three, ((n, n) for n in range(20)), 1)
+    assert [next(results), next(results)] == [(0, 0), (1, 1)]  # 2 and 3 are in flight
+    time.sleep(1)
+    with pytest.raises(DataError, match="a tokenising process of 1 died"):
+        list(results)
+
+
+def test_two_threads_leave_the_main_module_where_it_was() -> None:
+    main, entered, release = sys.modules["__main__"], threading.Event(), threading.Event()
+
+    def first() -> None:
+        with _no_main_module():
+            entered.set()
+            release.wait(0.2)
+
+    def second() -> None:
+        entered.wait()
+        with _no_main_module():
+            one.join()
+
+    one, two = threading.Thread(target=first), threading.Thread(target=second)
+    try:
+        for thread in (one, two):
+            thread.start()
+        for thread in (one, two):
+            thread.join()
+        assert sys.modules["__main__"] is main
+    finally:
+        sys.modules["__main__"] = main
 
 
 def test_workers_end_with_a_killed_caller() -> None:
