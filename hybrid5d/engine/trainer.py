@@ -76,8 +76,10 @@ def resume(engine: Engine, folder: RunFolder, loader: Loader | None = None) -> t
     source = together(world_axis(), lambda: resolve_resume(asked, folder / CHECKPOINTS))
     if source is None:
         return None, []
-    saved = engine.load_checkpoint(source).get(DATA, {})
-    now = {} if loader is None else loader.identity()
+    saved = engine.load_checkpoint(source).get(DATA)
+    if loader is None or not isinstance(saved, dict):  # a loop that is not ours may have saved something else
+        return source, []
+    now = loader.identity()
     return source, [f"{n}={now[n]} (was {old})" for n, old in saved.items() if n in now and now[n] != old]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,6 +91,21 @@ def test_a_resumed_run_says_what_changed(tmp_path: Path) -> None:
     assert told.pop("hash of the rows' lengths")
     assert told.pop("data.seed").startswith("7 ") and told.pop("actor.global_batch_size") == "4 (was 8)"
     assert told == {"rows": "20 (was 21)", "tokens": f"{tokens - lost} (was {tokens})"}
+
+
+@pytest.mark.parametrize("state", [{}, {"data": 17}, {"data": ["shard", 3]}])
+def test_a_checkpoint_with_a_state_of_ones_own_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: dict[str, Any]
+) -> None:
+    """Saved by a loop that is not ours: its `data` is whatever that loop wrote."""
+    from hybrid5d.engine.run_folder import RunFolder
+    from hybrid5d.engine.trainer import resume
+
+    monkeypatch.setattr("hybrid5d.engine.trainer.resolve_resume", lambda *_: tmp_path)
+    plan = SimpleNamespace(config=SimpleNamespace(runner=SimpleNamespace(resume_dir="auto")))
+    engine: Any = SimpleNamespace(plan=plan, load_checkpoint=lambda source: state)
+    loader: Any = SimpleNamespace(identity=lambda: {"data.seed": 1})
+    assert resume(engine, RunFolder(tmp_path), loader) == (tmp_path, [])
 
 
 def test_the_end_leaves_a_checkpoint_and_a_model(tmp_path: Path) -> None:
