@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from multiprocessing.context import BaseContext
 from types import ModuleType
@@ -105,7 +105,7 @@ def encode_batches(
         waiting: deque[tuple[Future[Result], Label]] = deque()
         while True:
             for payload, label in islice(iterator, max(0, _AHEAD * max(1, num_workers) - len(waiting))):
-                with _no_main_module():
+                with _no_main_module() if num_workers > 0 else nullcontext():
                     waiting.append((pool.submit(call, payload), label))
             if not waiting:
                 return

@@ -141,7 +141,7 @@ def find_faults(
         reading = ModelReading()
         with suppress(SpoiltKey):
             reading = read_model(config, training)
-    errors, numbers = reading.errors, reading.numbers
+    numbers = reading.numbers
 
     def world() -> int:
         if world_size is None:
@@ -156,7 +156,7 @@ def find_faults(
             lambda: rules.world_rules(config, world()),
             lambda: _placement_rules(config, world(), gpus_per_node, training),
             lambda: [] if rules.world_rules(config, world()) else batch()[1],
-            lambda: errors,
+            lambda: reading.errors,
             lambda: rules.head_rules(config.actor.model, numbers),
             lambda: rules.ulysses_rules(config.actor.model, numbers, ranks_per_node(config, world())),
             lambda: rules.model_rules(config.actor.model),
