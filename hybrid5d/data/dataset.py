@@ -15,7 +15,7 @@ from hybrid5d.data.chat import ChatKeys, TrainOn
 from hybrid5d.data.faults import Faults
 from hybrid5d.data.sources import SourceFile, resolve_sources
 from hybrid5d.data.store import TokenStore
-from hybrid5d.data.tokenise import build_store
+from hybrid5d.data.tokenise import build_store, read_template
 from hybrid5d.data.tokenizer import BYTES, tokenizer_fingerprint
 from hybrid5d.data.types import Document, shift_labels
 
@@ -141,15 +141,8 @@ def _recipe(options: DataOptions, sources: list[SourceFile]) -> dict[str, Any]:
     if options.type == "chat":
         recipe["keys"] = asdict(options.chat_keys)
         recipe["train_on"] = options.train_on
-        recipe["template"] = "" if options.chat_template is None else _template_hash(options.chat_template)
+        recipe["template"] = read_template(options.chat_template)
     return recipe
-
-
-def _template_hash(path: str) -> str:
-    try:
-        return content_hash(Path(path))
-    except OSError as e:
-        raise DataError(f"{path}: data.chat_template cannot be read: {e.strerror or e}") from e
 
 
 def _rows(store: TokenStore, sources: list[SourceFile], options: DataOptions, built: bool) -> Dataset:

@@ -175,22 +175,22 @@ def _read_jsonl(path: Path, faults: Faults) -> Iterator[tuple[int, Any]]:
             except (ValueError, RecursionError) as e:
                 faults.add(path, number, f"not JSON: {e}")
                 continue
-            half = _half_character(record) if b"\\u" in raw else None
-            if half is None:
+            if b"\\u" not in raw or _is_text(path, number, record, faults):
                 yield number, record
-            else:
-                faults.add(path, number, half)
 
 
-def _half_character(record: Any) -> str | None:
-    """What is wrong with a record that holds half of a surrogate pair: JSON may escape one, no tokenizer takes it."""
+def _is_text(path: Path, number: int, record: Any, faults: Faults) -> bool:
+    """False, with a fault, for half of a surrogate pair: JSON may escape one, no tokenizer takes it."""
     try:
         json.dumps(record, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as e:
-        return f"no Unicode text: \\u{ord(e.object[e.start]):04x} is half of a character, without its other half"
+        half = f"\\u{ord(e.object[e.start]):04x}"
+        faults.add(path, number, f"no Unicode text: {half} is half of a character, without its other half")
+        return False
     except RecursionError:
-        return "not JSON: nested too deeply"
-    return None
+        faults.add(path, number, "not JSON: nested too deeply")
+        return False
+    return True
 
 
 def _read_json(path: Path, faults: Faults) -> Iterator[tuple[int, Any]]:
@@ -214,11 +214,8 @@ def _read_json(path: Path, faults: Faults) -> Iterator[tuple[int, Any]]:
     escapes = "\\u" in text
     del text
     for number, record in enumerate(body, start=1):
-        half = _half_character(record) if escapes else None
-        if half is None:
+        if not escapes or _is_text(path, number, record, faults):
             yield number, record
-        else:
-            faults.add(path, number, half)
 
 
 def _read_arrow(source: SourceFile, faults: Faults) -> Iterator[tuple[int, Any]]:

@@ -16,7 +16,7 @@ from hybrid5d.data.faults import Faults
 from hybrid5d.data.sources import SourceFile, read_records
 from hybrid5d.data.store import StoreWriter
 from hybrid5d.data.tokenizer import load_tokenizer
-from hybrid5d.data.types import IGNORE_INDEX
+from hybrid5d.data.types import outside_vocabulary
 from hybrid5d.data.workers import encode_batches
 
 if TYPE_CHECKING:
@@ -77,13 +77,13 @@ def parse_tokens(record: Any, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     ids = _integers(record["input_ids"], "input_ids")
     if not ids.size:
         raise BadRecord("input_ids is empty")
-    _check_range(ids, "input_ids", vocab_size, np.ones(ids.shape, bool))
+    _check_range(ids, "input_ids", vocab_size)
     if record.get("labels") is None:
         return ids, ids
     labels = _integers(record["labels"], "labels")
     if labels.shape != ids.shape:
         raise BadRecord(f"{labels.size} labels for {ids.size} input_ids: they must be aligned one to one")
-    _check_range(labels, "labels", vocab_size, labels != IGNORE_INDEX)
+    _check_range(labels, "labels", vocab_size)
     return ids, labels
 
 
@@ -99,12 +99,10 @@ def _integers(value: Any, name: str) -> np.ndarray:
         raise BadRecord(f"{name} holds a number beyond 64 bits") from None
 
 
-def _check_range(values: np.ndarray, name: str, vocab_size: int, checked: np.ndarray) -> None:
-    wrong = checked & ((values < 0) | (values >= vocab_size))
-    if wrong.any():
-        place = int(np.argmax(wrong))
-        allowed = f"0..{vocab_size - 1}" + (f" or {IGNORE_INDEX}" if name == "labels" else "")
-        raise BadRecord(f"{name}[{place}]={values[place]} is outside the vocabulary ({allowed})")
+def _check_range(values: np.ndarray, key: str, vocab_size: int) -> None:
+    fault = outside_vocabulary(key, values, vocab_size)
+    if fault:
+        raise BadRecord(fault)
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -214,7 +212,7 @@ def _where_not_utf8(path: Path, error: UnicodeDecodeError) -> tuple[int | None, 
 
 
 def _write_chat(writer: StoreWriter, sources: list[SourceFile], options: DataOptions, faults: Faults) -> None:
-    template = _read_template(options.chat_template)
+    template = read_template(options.chat_template)
     encoder = _chat_encoder(options.tokenizer, options.vocab_size, template, options.train_on)
     batches = batched(_conversations(sources, options, faults), _BATCH_SAMPLES)
     conversations = (([messages for messages, _, _ in batch], batch) for batch in batches if not faults)
@@ -235,13 +233,15 @@ def _chat_encoder(tokenizer: str, vocab_size: int, template: str | None, train_o
         raise DataError(f"{tokenizer}: {e}") from e
 
 
-def _read_template(path: str | None) -> str | None:
+def read_template(path: str | None) -> str | None:
+    """The text of `data.chat_template`. Raises DataError."""
     if path is None:
         return None
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise DataError(f"{path}: data.chat_template cannot be read: {e}") from e
+        reason = e.strerror or e if isinstance(e, OSError) else e
+        raise DataError(f"{path}: data.chat_template cannot be read: {reason}") from e
 
 
 def _conversations(

@@ -10,13 +10,14 @@ import hashlib
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hybrid5d.config.errors import DataError
-from hybrid5d.data.byte_lengths import byte_lengths
+from hybrid5d.data.byte_lengths import ByteLengths, byte_lengths
 from hybrid5d.data.chat_mask import Span, span_mask
 
 _TRACKING = threading.Lock()  # transformers 4 keeps a rendering's turns in the template, which threads share
@@ -99,10 +100,13 @@ class FastTokenizer:
         if isinstance(template, dict):  # several named templates
             template = template.get("default") or next(iter(template.values()), None)
         self.template: str | None = template
-        self._lengths = byte_lengths(self._rust)
         self._named_tokens: dict[str, Any] = dict(hf.special_tokens_map)  # what a template may ask for
         added = {t.content for t in hf.added_tokens_decoder.values()} | set(hf.all_special_tokens)
         self.special_tokens: tuple[str, ...] = tuple(sorted(added, key=lambda t: (-len(t), t)))
+
+    @cached_property
+    def _lengths(self) -> ByteLengths | None:
+        return byte_lengths(self._rust)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, nothing added."""

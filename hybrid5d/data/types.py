@@ -52,6 +52,18 @@ class StepBatch:
     epoch: int = 0
 
 
+def outside_vocabulary(key: str, values: np.ndarray, vocab_size: int) -> str | None:
+    """The first of input_ids or labels (`key`) that the model does not have; labels may be IGNORE_INDEX."""
+    wrong = (values < 0) | (values >= vocab_size)
+    if key == "labels":
+        wrong &= values != IGNORE_INDEX
+    if not wrong.any():
+        return None
+    place = int(np.argmax(wrong))
+    allowed = f"0..{vocab_size - 1}" + (f" or {IGNORE_INDEX}" if key == "labels" else "")
+    return f"{key}[{place}]={values[place]} is outside the vocabulary ({allowed})"
+
+
 def shift_labels(labels: np.ndarray) -> np.ndarray:
     """labels aligned with input_ids -> shifted by one: out[i] = labels[i+1], out[-1] = IGNORE_INDEX."""
     out = np.full(labels.shape, IGNORE_INDEX, dtype=np.int64)

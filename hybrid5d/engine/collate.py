@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from hybrid5d.data.types import IGNORE_INDEX, MicroBatch, Row
+from hybrid5d.data.types import IGNORE_INDEX, MicroBatch, Row, outside_vocabulary
 from hybrid5d.models.batch import LocalBatch
 from hybrid5d.parallel.context import ParallelContext
 from hybrid5d.plan.sequence import SequencePlan
@@ -97,13 +97,10 @@ def fault_of(micro_batches: Sequence[MicroBatch], vocab_size: int) -> str | None
         ids, labels, name = document.input_ids, document.labels, f"row {document.row_id}"
         if ids.shape != labels.shape:
             return f"{name}: {labels.size} labels for {ids.size} input_ids"
-        for key, values, wrong in (
-            ("input_ids", ids, (ids < 0) | (ids >= vocab_size)),
-            ("labels", labels, (labels != IGNORE_INDEX) & ((labels < 0) | (labels >= vocab_size))),
-        ):
-            if wrong.any():
-                place = int(np.argmax(wrong))
-                return f"{name}: {key}[{place}]={values[place]} is outside the vocabulary (0..{vocab_size - 1})"
+        for key, values in (("input_ids", ids), ("labels", labels)):
+            fault = outside_vocabulary(key, values, vocab_size)
+            if fault:
+                return f"{name}: {fault}"
     return None
 
 

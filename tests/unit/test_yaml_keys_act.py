@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from hybrid5d.cli.worker import _introduction
 from hybrid5d.config.errors import DataError
 from hybrid5d.config.load import load_config
 from hybrid5d.data.build import loader_from_plan
+from hybrid5d.engine.launch_env import LaunchEnv
 from hybrid5d.plan.run import RunPlan, build_plan
 from hybrid5d.plan.translation import Translation, translate
 from tests.unit.config_kit import error_lines, native, write_model, write_yaml
@@ -212,6 +214,15 @@ def test_encoder_seq_length_is_the_last_word_on_row_length(
     assert report(plan, "actor.model.encoder_seq_length")["disposition"] == (
         "engine" if length == encoder else "overridden"
     )
+
+
+@pytest.mark.parametrize(
+    "keys, told", [({}, False), ({"max_steps": -1}, True), ({"max_steps": -1, "max_epochs": 2}, False)]
+)
+def test_a_run_without_end_is_told(tmp_path: Path, keys: dict[str, int], told: bool) -> None:
+    plan = run_of(tmp_path, records='{"input_ids": [1, 2]}\n', **{f"runner__{k}": v for k, v in keys.items()})
+    lines = _introduction(plan, LaunchEnv(0, 1, 0, 1, "python"), loader_from_plan(plan, 0), ())
+    assert any("neither runner.max_steps nor runner.max_epochs ends the run" in line for line in lines) == told
 
 
 SIZES = {"num_layers": (30, 6), "ffn_hidden_size": (96, 128), "padded_vocab_size": (300, 259)}
