@@ -13,7 +13,7 @@ endif
 unexport VIRTUAL_ENV
 
 .DEFAULT_GOAL := help
-.PHONY: help install train smoke test unit dist golden docs lint format types imports ci ds-configs matrix benchmarks smollm2 clean
+.PHONY: help install train smoke test unit golden docs lint format types imports ci ds-configs matrix benchmarks smollm2 clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,13 +36,10 @@ test: $(STAMP) ## the whole test suite
 	$(BIN)/python -m pytest
 
 unit: $(STAMP) ## tests that start no process group
-	$(BIN)/python -m pytest tests/unit
-
-dist: $(STAMP) ## tests on 2 to 16 CPU ranks
-	$(BIN)/python -m pytest tests/dist
+	$(BIN)/python -m pytest tests/config tests/rlinf tests/hf tests/plan tests/data tests/cli
 
 golden: $(STAMP) ## ds_configs/ against examples/
-	$(BIN)/python -m pytest tests/golden
+	$(BIN)/python -m pytest tests/plan/test_ds_configs.py
 
 docs: $(STAMP) ## the README's commands, and every YAML
 	$(BIN)/python -m pytest tests/docs

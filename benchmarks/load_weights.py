@@ -41,10 +41,10 @@ def _load(rank: int, folder: str, degrees: dict[str, int], repeat: int) -> list[
     import torch.distributed as dist
     from torch import nn
 
-    from hybrid5d.config.model_spec import parse_hf_config
+    from hybrid5d.checkpoint.start_weights import load_hf_weights
     from hybrid5d.context_parallel import ContextParallelAttention
+    from hybrid5d.hf.spec import parse_hf_config
     from hybrid5d.models.decoder import HeadOutput, decoder_layers
-    from hybrid5d.models.hf import load_hf_weights
     from hybrid5d.parallel.context import ParallelContext
     from hybrid5d.plan.layout import ParallelLayout
 

@@ -9,8 +9,8 @@ import os
 import sys
 from pathlib import Path
 
+from hybrid5d.plan.convert import translate
 from hybrid5d.plan.outputs import ACCELERATE, DS_CONFIG, LAYOUT, plan_files, write_files
-from hybrid5d.plan.translation import translate
 
 REPO = Path(__file__).resolve().parent.parent
 TARGET = REPO / "ds_configs"

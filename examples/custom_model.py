@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hybrid5d
-from hybrid5d.config.model_spec import ModelSpec
 from hybrid5d.context_parallel import ContextParallelAttention
 from hybrid5d.data.build import loader_from_plan
+from hybrid5d.hf.spec import ModelSpec
 from hybrid5d.models.batch import LocalBatch
 from hybrid5d.models.decoder import Head, HeadOutput, LayerDef
 from hybrid5d.parallel.collectives import split_seq

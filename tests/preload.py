@@ -17,11 +17,11 @@ MODULES = (
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.ops.op_builder.all_ops",
     "deepspeed.utils",
-    "hybrid5d.cli.worker",
+    "hybrid5d.launch.worker",
     "hybrid5d.data.build",
     "hybrid5d.engine.build",
-    "hybrid5d.engine.checkpoint",
-    "hybrid5d.engine.export",
+    "hybrid5d.checkpoint.save_load",
+    "hybrid5d.checkpoint.export",
     "tests.engine_kit",
 )
 with contextlib.redirect_stdout(io.StringIO()):

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from hybrid5d.config.classify import owner
-from hybrid5d.config.errors import EXIT_REFUSED, ConfigErrors
 from hybrid5d.config.schema import schema_keys
 from hybrid5d.config.tree import get, nearest
+from hybrid5d.errors import EXIT_REFUSED, ConfigErrors
+from hybrid5d.plan.convert import Translation, translate
 from hybrid5d.plan.outputs import REPORT, json_text, plan_files, write_files
-from hybrid5d.plan.translation import Translation, translate
+from hybrid5d.rlinf.classify import owner
 
 FORMATS = ("text", "json")
 

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from hybrid5d.config.checkpoint_files import find_checkpoint, read_manifest
-from hybrid5d.config.errors import EXIT_REFUSED, HybridError
+from hybrid5d.checkpoint.manifest import find_checkpoint, read_manifest
+from hybrid5d.errors import EXIT_REFUSED, HybridError
 
 
 def export(
@@ -23,7 +23,7 @@ def export(
     try:
         manifest = read_manifest(find_checkpoint(checkpoint))  # refused before torch is imported
 
-        from hybrid5d.engine.export import export_checkpoint
+        from hybrid5d.checkpoint.export import export_checkpoint
 
         target = export_checkpoint(checkpoint, out, dtype, max_shard_size, force)
     except HybridError as exc:

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hybrid5d.config.classify import OTHER_COMPONENT
-from hybrid5d.plan.translation import Translation
+from hybrid5d.plan.convert import Translation
+from hybrid5d.rlinf.classify import OTHER_COMPONENT
 
 TITLES = {
     "overridden": "Overridden: another key wins",

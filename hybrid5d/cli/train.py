@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from hybrid5d.cli.launch import LAUNCHERS, launch
-from hybrid5d.cli.preflight import Words
-from hybrid5d.config.errors import EXIT_REFUSED, HybridError
+from hybrid5d.errors import EXIT_REFUSED, HybridError
+from hybrid5d.launch.preflight import Words
+from hybrid5d.launch.start import LAUNCHERS, launch
 
 Run = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run: one of ours, or RLinf's on Megatron")]
 Overrides = Annotated[

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid5d.config import tree as trees
-from hybrid5d.config.errors import ConfigError, ConfigErrors
 from hybrid5d.config.yaml_file import parse_yaml
+from hybrid5d.errors import ConfigError, ConfigErrors
 
 
 @dataclass(frozen=True)

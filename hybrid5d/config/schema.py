@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
-from hybrid5d.config.errors import SpoiltKey
+from hybrid5d.errors import SpoiltKey
 
 
 def _no_bool(value: Any) -> Any:
@@ -303,7 +303,7 @@ class ActorConfig(Block):
 
 
 class RunConfig(Block):
-    """A whole run. Build it with `hybrid5d.config.load.load_config`, or from a dict with `model_validate`."""
+    """A whole run. Build it with `hybrid5d.rlinf.load.load_config`, or from a dict with `model_validate`."""
 
     cluster: ClusterConfig = key(ClusterConfig, "where the job runs")
     runner: RunnerConfig = key(RunnerConfig, "length of the run, saving, logging")

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from hybrid5d.config.errors import ConfigError, ConfigErrors
+from hybrid5d.errors import ConfigError, ConfigErrors
 
 MAX_BYTES = 8 * 1024 * 1024
 MAX_NODES = 400_000  # after anchors are expanded

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hybrid5d.config.errors import ConfigError, ConfigErrors, DataError
 from hybrid5d.data.chat import ChatKeys
 from hybrid5d.data.dataset import DataOptions, open_dataset
 from hybrid5d.data.loader import EvalLoader, Loader, LoaderOptions
 from hybrid5d.data.tokenizer import BYTES, has_tokenizer
+from hybrid5d.errors import ConfigError, ConfigErrors, DataError
 
 if TYPE_CHECKING:
     from hybrid5d.plan.run import RunPlan

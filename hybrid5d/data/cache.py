@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hybrid5d.config.errors import DataError
 from hybrid5d.data.store import FORMAT_VERSION, TokenStore, open_store
+from hybrid5d.errors import DataError
 
 _BLOCK = 1 << 22
 

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hybrid5d.config.errors import DataError
 from hybrid5d.data.cache import cache_key, content_hash, default_cache_dir, open_or_build
 from hybrid5d.data.chat import ChatKeys, TrainOn
 from hybrid5d.data.faults import Faults
@@ -18,6 +17,7 @@ from hybrid5d.data.store import TokenStore
 from hybrid5d.data.tokenise import build_store, read_template
 from hybrid5d.data.tokenizer import BYTES, tokenizer_fingerprint
 from hybrid5d.data.types import Document, shift_labels
+from hybrid5d.errors import DataError
 
 Overlong = Literal["truncate", "drop", "error"]
 

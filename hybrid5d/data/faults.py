@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from hybrid5d.config.errors import DataError
+from hybrid5d.errors import DataError
 
 SHOWN_FAULTS = 20
 

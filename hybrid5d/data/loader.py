@@ -15,12 +15,12 @@ from typing import Literal
 
 import numpy as np
 
-from hybrid5d.config.errors import DataError
 from hybrid5d.data.balance import budget_micro_batches, karmarkar_karp
 from hybrid5d.data.dataset import Dataset
 from hybrid5d.data.order import epoch_order
 from hybrid5d.data.packing import PackPlan, pack_first_fit_decreasing
 from hybrid5d.data.types import IGNORE_INDEX, Document, MicroBatch, Row, StepBatch
+from hybrid5d.errors import DataError
 
 Samples = tuple[int, ...]  # samples that share a row; one without packing, none in a row that only fills up
 DUMMY_ROW_ID = -1

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hybrid5d.config.errors import DataError
 from hybrid5d.data.chat import BadRecord, ChatEncoder, Message, TrainOn, to_messages
 from hybrid5d.data.chat_mask import TemplateError
 from hybrid5d.data.faults import Faults
@@ -18,6 +17,7 @@ from hybrid5d.data.store import StoreWriter
 from hybrid5d.data.tokenizer import load_tokenizer
 from hybrid5d.data.types import outside_vocabulary
 from hybrid5d.data.workers import encode_batches
+from hybrid5d.errors import DataError
 
 if TYPE_CHECKING:
     from hybrid5d.data.dataset import DataOptions

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from hybrid5d.config.errors import DataError
 from hybrid5d.data.byte_lengths import ByteLengths, byte_lengths
 from hybrid5d.data.chat_mask import Span, span_mask
+from hybrid5d.errors import DataError
 
 _TRACKING = threading.Lock()  # transformers 4 keeps a rendering's turns in the template, which threads share
 BYTES = "byte"  # the name of the byte tokenizer where a folder is expected

@@ -16,7 +16,7 @@ from multiprocessing.context import BaseContext
 from types import ModuleType
 from typing import Any, TypeVar
 
-from hybrid5d.config.errors import DataError
+from hybrid5d.errors import DataError
 
 Payload = TypeVar("Payload")
 Label = TypeVar("Label")

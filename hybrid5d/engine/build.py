@@ -7,19 +7,19 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from hybrid5d.config.errors import ConfigError, ConfigErrors
-from hybrid5d.config.hf_files import weights_wanted
-from hybrid5d.config.model_spec import ModelSpec
+from hybrid5d.checkpoint.start_weights import load_hf_weights
 from hybrid5d.context_parallel import ContextParallelAttention, hybrid_axes
 from hybrid5d.context_parallel.kernels import available_kernels
 from hybrid5d.engine.collate import SequenceOptions
-from hybrid5d.engine.distributed import ensure_distributed
+from hybrid5d.engine.deepspeed.distributed import ensure_distributed
+from hybrid5d.engine.deepspeed.parameters import freeze
+from hybrid5d.engine.deepspeed.pipeline_module import HybridPipelineModule, Recompute
 from hybrid5d.engine.engine import Engine, current_device
-from hybrid5d.engine.parameters import freeze
-from hybrid5d.engine.pipeline_module import HybridPipelineModule, Recompute
+from hybrid5d.errors import ConfigError, ConfigErrors
+from hybrid5d.hf.folder import weights_wanted
+from hybrid5d.hf.spec import ModelSpec
 from hybrid5d.models.decoder import HeadOutput, LayerDef, decoder_layers
 from hybrid5d.models.dtypes import DTYPES
-from hybrid5d.models.hf import load_hf_weights
 from hybrid5d.models.init import init_weights
 from hybrid5d.parallel.context import Axis, ParallelContext
 from hybrid5d.plan.run import RunPlan, ranks_per_node

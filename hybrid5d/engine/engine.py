@@ -17,10 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid5d.config.errors import DataError
 from hybrid5d.context_parallel import choose_kernel
 from hybrid5d.data.types import IGNORE_INDEX, Document, MicroBatch, StepBatch
-from hybrid5d.engine.adapter import PipelineAdapter, PlainAdapter, build_adapter
 from hybrid5d.engine.collate import (
     SequenceOptions,
     fault_of,
@@ -30,8 +28,10 @@ from hybrid5d.engine.collate import (
     sequence_plan,
     valid_tokens,
 )
-from hybrid5d.engine.parameters import parameter_groups
-from hybrid5d.engine.pipeline_module import HybridPipelineModule
+from hybrid5d.engine.deepspeed.adapter import PipelineAdapter, PlainAdapter, build_adapter
+from hybrid5d.engine.deepspeed.parameters import parameter_groups
+from hybrid5d.engine.deepspeed.pipeline_module import HybridPipelineModule
+from hybrid5d.errors import DataError
 from hybrid5d.models.batch import LocalBatch
 from hybrid5d.models.decoder import HeadOutput
 from hybrid5d.models.dtypes import DTYPES
@@ -309,7 +309,7 @@ class Engine:
 
         `state` (JSON-ready: data position ...) is handed back by `load_checkpoint`. Collective over the world.
         """
-        from hybrid5d.engine.checkpoint import save_checkpoint
+        from hybrid5d.checkpoint.save_load import save_checkpoint
 
         return save_checkpoint(self, directory, state)
 
@@ -318,7 +318,7 @@ class Engine:
 
         `directory`: a folder of checkpoints (its newest is taken) or one checkpoint. Collective over the world.
         """
-        from hybrid5d.engine.checkpoint import load_checkpoint
+        from hybrid5d.checkpoint.save_load import load_checkpoint
 
         return load_checkpoint(self, directory)
 
@@ -329,7 +329,7 @@ class Engine:
 
         `dtype`: fp32, bf16, fp16 or same (the run's precision); an existing folder is replaced only with `force`.
         """
-        from hybrid5d.engine.export import export_hf
+        from hybrid5d.checkpoint.export import export_hf
 
         return export_hf(self, directory, dtype, max_shard_size, force)
 

@@ -15,8 +15,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from hybrid5d.config.model_spec import ModelSpec
 from hybrid5d.context_parallel import ContextParallelAttention
+from hybrid5d.hf.spec import ModelSpec
 from hybrid5d.models.batch import LocalBatch
 from hybrid5d.models.ops import apply_rotary, rms_norm, swiglu
 from hybrid5d.models.rope import rope_frequencies, rope_tables

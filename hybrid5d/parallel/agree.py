@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from hybrid5d.config.errors import CheckpointError, ConfigError, ConfigErrors, HybridError
+from hybrid5d.errors import CheckpointError, ConfigError, ConfigErrors, HybridError
 from hybrid5d.parallel.context import Axis
 
 T = TypeVar("T")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybrid5d.config.errors import ConfigError
-from hybrid5d.config.rlinf_keys import RL_TASKS
 from hybrid5d.config.schema import RunConfig
+from hybrid5d.errors import ConfigError
+from hybrid5d.rlinf.keys import RL_TASKS
 
 
 @dataclass(frozen=True)

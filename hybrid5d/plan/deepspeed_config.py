@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid5d.config import tree as trees
-from hybrid5d.config.errors import ConfigError, SpoiltKey
 from hybrid5d.config.schema import RunConfig
+from hybrid5d.errors import ConfigError, SpoiltKey
 from hybrid5d.plan.batch import BatchPlan
 from hybrid5d.plan.deepspeed_keys import AUTO_MEANS_DEFAULT, OWNED, SECTIONS, TOP_LEVEL
-from hybrid5d.plan.schedule import build_schedule
+from hybrid5d.plan.lr import build_schedule
 
 _BLOCK = "actor.deepspeed"
 

@@ -1,6 +1,6 @@
 """DeepSpeed 0.19.8's configuration keys. DeepSpeed ignores unknown top-level keys, so we check them here.
 
-`tests/golden/test_deepspeed_accepts.py` compares the sections with the installed DeepSpeed.
+`tests/plan/test_deepspeed_accepts.py` compares the sections with the installed DeepSpeed.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybrid5d.config.errors import ConfigError, ConfigErrors, SpoiltKey
-from hybrid5d.config.hf_files import check_hf_folder, weights_wanted
-from hybrid5d.config.model_spec import ModelSpec, parse_hf_config, read_hf_config
 from hybrid5d.config.schema import RunConfig
+from hybrid5d.errors import ConfigError, ConfigErrors, SpoiltKey
+from hybrid5d.hf.folder import check_hf_folder, weights_wanted
+from hybrid5d.hf.spec import ModelSpec, parse_hf_config, read_hf_config
 
 _KEY = "actor.model.model_path"
 

@@ -9,10 +9,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hybrid5d.config.errors import ConfigError, ConfigErrors
 from hybrid5d.config.schema import RunConfig
 from hybrid5d.config.tree import drop
 from hybrid5d.config.yaml_file import dump_yaml
+from hybrid5d.errors import ConfigError, ConfigErrors
 from hybrid5d.plan.accelerate_config import accelerate_config
 from hybrid5d.plan.layout import AXES, RANK_ORDER
 from hybrid5d.plan.run import RunPlan

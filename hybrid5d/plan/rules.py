@@ -7,11 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from hybrid5d.config.errors import ConfigError, judged
 from hybrid5d.config.schema import MAX_RANKS, ModelConfig, RunConfig
+from hybrid5d.errors import ConfigError, judged
 from hybrid5d.plan.deepspeed_config import asked_zero_stage
+from hybrid5d.plan.lr import DEFAULT_DECAY_STEPS, warmup_steps
 from hybrid5d.plan.model import ModelNumbers
-from hybrid5d.plan.schedule import DEFAULT_DECAY_STEPS, warmup_steps
 from hybrid5d.plan.sequence_rules import check_heads, check_hierarchical, ulysses_degree
 
 _M, _O, _L = "actor.model.", "actor.optim.", "actor.lr_sched."

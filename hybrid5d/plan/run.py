@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybrid5d.config import tree as trees
-from hybrid5d.config.errors import ConfigError, ConfigErrors, SpoiltKey, judged
-from hybrid5d.config.model_spec import ModelSpec
-from hybrid5d.config.placement import Placement, actor_placement
 from hybrid5d.config.schema import RunConfig
+from hybrid5d.errors import ConfigError, ConfigErrors, SpoiltKey, judged
+from hybrid5d.hf.spec import ModelSpec
 from hybrid5d.plan import rules
 from hybrid5d.plan.batch import BatchPlan, plan_batch
 from hybrid5d.plan.deepspeed_config import (
@@ -26,9 +25,10 @@ from hybrid5d.plan.deepspeed_config import (
     plan_precision,
 )
 from hybrid5d.plan.layout import ParallelLayout
+from hybrid5d.plan.lr import LRSchedule, build_schedule
 from hybrid5d.plan.model import ModelNumbers, ModelReading, read_model
-from hybrid5d.plan.schedule import LRSchedule, build_schedule
 from hybrid5d.plan.stages import split_layers
+from hybrid5d.rlinf.placement import Placement, actor_placement
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def build_plan(config: RunConfig, world_size: int, *, training: bool = True, eva
     Raises:
         ConfigErrors: all violations, one line each.
     """
-    from hybrid5d.plan.translate import build_report  # the report describes plans, so it imports this module
+    from hybrid5d.plan.report import build_report  # the report describes plans, so it imports this module
 
     assembly = assemble(config, world_size, training=training, evaluate=evaluate)
     if assembly.errors:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybrid5d.config.errors import ConfigError
+from hybrid5d.errors import ConfigError
 
 CP_KEY = "actor.model.context_parallel_size"
 SIZES_KEY = "actor.model.hierarchical_context_parallel_sizes"

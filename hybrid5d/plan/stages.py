@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybrid5d.config.errors import ConfigError, ConfigErrors
+from hybrid5d.errors import ConfigError, ConfigErrors
 
 _LAYERS = "actor.model.pipeline_model_parallel_size"
 _FIRST = "actor.model.decoder_first_pipeline_num_layers"

@@ -1,6 +1,6 @@
 """The README's support matrix, counted from the tests: `python -m tests.docs.matrix [--write | --check]`.
 
-A number is how many different layouts some test of tests/dist trains and compares with one process.
+A number is how many different layouts some test of the suite trains and compares with one process.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ ROWS: dict[str, Callable[[Layout], bool]] = {
 }  # fmt: skip
 
 
+TRAINED = ("engine", "train", "checkpoint", "context_parallel", "tensor_parallel", "parallel", "launch")  # start ranks
+
+
 class _Collector:
     """A pytest plugin that keeps the layouts of the collected tests."""
 
@@ -69,13 +72,14 @@ def _layout(params: dict[str, Any]) -> Layout | None:
 
 
 def collected() -> list[Layout]:
-    """Every layout that is a parameter of a test in tests/dist."""
+    """Every layout that is a parameter of a test."""
     plugin = _Collector()
     with contextlib.redirect_stdout(io.StringIO()):
-        words = ["--collect-only", "-q", "-p", "no:cacheprovider", str(README.parent / "tests/dist")]
+        folders = [str(README.parent / "tests" / name) for name in TRAINED]
+        words = ["--collect-only", "-q", "-p", "no:cacheprovider", *folders]
         code = pytest.main(words, [plugin])
     if code != 0:
-        raise SystemExit("tests/dist cannot be collected")
+        raise SystemExit("tests cannot be collected")
     return list(plugin.layouts.values())
 
 

@@ -1,0 +1,191 @@
+"""Hugging Face folders out of a live engine or a training checkpoint, whatever layout either has."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybrid5d.checkpoint import manifest as files
+from hybrid5d.checkpoint.hf_write import plan_shards, write_index, write_shard
+from hybrid5d.checkpoint.manifest import WEIGHT, StoredTensor
+from hybrid5d.checkpoint.sidecar import copy_sidecar, exported_config, read_config
+from hybrid5d.errors import CheckpointError, ConfigError, ConfigErrors
+from hybrid5d.models.dtypes import DTYPES
+from hybrid5d.parallel.agree import together, world_axis
+from hybrid5d.parallel.context import Axis
+
+if TYPE_CHECKING:
+    from hybrid5d.engine.engine import Engine
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What the user asked for; `dtype` is fp32, bf16 or fp16, `max_bytes` the limit of one file."""
+
+    dtype: str
+    max_bytes: int
+    force: bool = False
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `5GB`, `200MB`, `2GiB`, `1000`.
+
+    Raises:
+        ConfigErrors: no size, or below one byte.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = match[2].upper() if match else "?"
+    if match is None or unit not in _UNITS or float(match[1]) * _UNITS[unit] < 1:
+        raise ConfigErrors([ConfigError("max_shard_size", text, "is no size", "write for example 5GB, 200MB or 2GiB")])
+    return int(float(match[1]) * _UNITS[unit])
+
+
+def export_options(dtype: str, max_shard_size: str, force: bool, precision: str) -> ExportOptions:
+    """Check what was asked for; `same` means the run's precision.
+
+    Raises:
+        ConfigErrors: unknown dtype or size.
+    """
+    if dtype not in (*DTYPES, "same"):
+        raise ConfigErrors([ConfigError("dtype", dtype, f"is none of {', '.join(DTYPES)}, same", "name one of them")])
+    return ExportOptions(precision if dtype == "same" else dtype, parse_size(max_shard_size), force)
+
+
+def refuse_existing(target: Path, force: bool) -> None:
+    """Raise CheckpointError where `target` exists and `force` is off, or where it is nothing we may replace."""
+    if not target.exists() and not target.is_symlink():
+        return
+    if not force:
+        raise CheckpointError(f"{target} exists; give another folder, or --force to replace it")
+    if target.is_symlink() or not target.is_dir():
+        raise CheckpointError(f"{target} is no folder; it is not replaced")
+    if any(target.iterdir()) and not (target / "config.json").is_file():
+        raise CheckpointError(f"{target} holds something other than a model (no config.json); it is not replaced")
+
+
+def _named(target: str | Path) -> Path:
+    """The target with a name of its own to put another folder beside: `.` and `..` have none."""
+    path = Path(target)
+    return path if path.name not in ("", "..") else Path(os.path.abspath(path))
+
+
+def _finish(temporary: Path, target: Path) -> None:
+    """Put the finished folder in place; what was there goes last."""
+    old = target.with_name(target.name + ".old")
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        target.replace(old)
+    temporary.replace(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _ordered(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Layer 2 before layer 10."""
+
+    def place(name: str) -> list[tuple[int, str]]:
+        return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+    return {n: tensors[n] for n in sorted(tensors, key=place)}
+
+
+def _write_folder(
+    source: Path,
+    tensors: Mapping[str, StoredTensor],
+    sidecar: Path,
+    temporary: Path,
+    options: ExportOptions,
+    axis: Axis,
+) -> None:
+    """Files of the export, dealt over the ranks of `axis`; configuration and index by its first. Collective over it."""
+    raw = together(axis, lambda: read_config(sidecar))
+    ordered = _ordered(tensors)
+    plan = plan_shards(ordered, DTYPES[options.dtype], options.max_bytes)
+    mine = list(plan.files)[axis.rank :: axis.size]
+
+    def write() -> None:
+        for file in mine:
+            write_shard(temporary / file, plan.files[file], ordered, source, DTYPES[options.dtype])
+        if axis.rank == 0:
+            copy_sidecar(sidecar, None, temporary)
+            config = json.dumps(exported_config(raw, options.dtype), indent=2) + "\n"
+            (temporary / "config.json").write_text(config, encoding="utf-8")
+            write_index(temporary, plan)
+
+    together(axis, write)
+
+
+def export_checkpoint(
+    checkpoint: str | Path, target: str | Path, dtype: str = "same", max_shard_size: str = "5GB", force: bool = False
+) -> Path:
+    """Write an HF folder from a training checkpoint of any layout, in this one process on the CPU.
+
+    Raises:
+        ConfigErrors: unknown dtype or size.
+        CheckpointError: no complete checkpoint, damaged files, an existing target without `force`.
+    """
+    target, axis = _named(target), Axis.single()
+    folder = files.find_checkpoint(checkpoint)
+    manifest = files.read_manifest(folder)
+    options = export_options(dtype, max_shard_size, force, manifest.precision)
+    refuse_existing(target, force)
+    needed = sorted({run.file for t in manifest.tensors.values() for run in t.runs[WEIGHT]})
+    faults = files.file_faults(folder, manifest, needed) or files.content_faults(folder, manifest, needed)
+    if faults:
+        raise CheckpointError("\n".join(faults))
+    temporary = target.with_name(target.name + ".tmp")
+    try:
+        together(axis, lambda: _make(temporary))
+        _write_folder(folder, manifest.tensors, folder / files.SIDECAR, temporary, options, axis)
+        together(axis, lambda: _finish(temporary, target))
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return target
+
+
+def _make(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def export_hf(
+    engine: Engine, target: str | Path, dtype: str = "same", max_shard_size: str = "5GB", force: bool = False
+) -> Path:
+    """Write an HF folder from a live engine. Collective over the world.
+
+    Every rank writes its shard of the masters beside the target first, then the files of the export are put together
+    from them, dealt over the ranks: no rank holds more than one whole tensor.
+
+    Raises:
+        ConfigErrors, CheckpointError: on every rank, with nothing left behind.
+    """
+    from hybrid5d.checkpoint.shards import write_shards
+
+    target, axis = _named(target), world_axis()
+    temporary, shards = target.with_name(target.name + ".tmp"), target.with_name(target.name + ".shards.tmp")
+    options = together(axis, lambda: export_options(dtype, max_shard_size, force, engine.plan.precision.dtype))
+
+    def prepare() -> None:
+        if axis.rank == 0:
+            refuse_existing(target, force)
+            _make(temporary)
+            _make(shards)
+            copy_sidecar(engine.plan.config.actor.model.model_path, engine.plan.model, shards / files.SIDECAR)
+
+    together(axis, prepare)
+    try:
+        manifest = write_shards(engine, shards, (), {})
+        _write_folder(shards, manifest.tensors, shards / files.SIDECAR, temporary, options, axis)
+        together(axis, lambda: _finish(temporary, target) if axis.rank == 0 else None)
+    finally:
+        if axis.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(shards, ignore_errors=True)
+    return target

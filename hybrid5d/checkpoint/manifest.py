@@ -1,0 +1,265 @@
+"""Files of a training checkpoint: layout on disk, manifest, pointer, verification. Pure: no torch.
+
+checkpoints/
+  latest                              name of the newest folder, written last
+  global_step_20/actor/
+    manifest.json                     what was saved, by which layout, where each tensor's runs are, sizes, checksums
+    model-pp00-tp01.safetensors       fp32 masters of one shard, by HF name
+    optim-pp00-tp01-dp00.safetensors  optimizer moments, spread over the ranks that share the shard
+    hf/                               config.json, tokenizer files: what an export needs
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from hybrid5d.errors import CheckpointError
+
+FORMAT = 1
+MANIFEST, LATEST, ACTOR, SIDECAR = "manifest.json", "latest", "actor", "hf"
+STEP_FOLDER = re.compile(r"global_step_(\d+)")
+WEIGHT = "weight"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One stored run of a tensor: rows (or columns, by `dim`) start..stop of it are `key` in `file`; dim None = all."""
+
+    file: str
+    dim: int | None
+    start: int
+    stop: int
+
+    def key(self, name: str, kind: str) -> str:
+        """Name of the entry in the safetensors file."""
+        rows = "" if self.dim is None else f"[{self.dim}:{self.start}:{self.stop}]"
+        return f"{kind}/{name}{rows}"
+
+    def box(self, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        """(first, past the last) index of each dimension."""
+        return tuple((self.start, self.stop) if d == self.dim else (0, n) for d, n in enumerate(shape))
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One HF tensor: whole shape, and the runs of its weight and of each optimizer moment."""
+
+    shape: tuple[int, ...]
+    trainable: bool
+    runs: Mapping[str, tuple[Run, ...]]
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """Size and CRC-32 of a file."""
+
+    bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything a checkpoint says of itself.
+
+    Attributes:
+        step: optimizer steps done.
+        layout: degrees and options it was saved with; information only, any layout can load it.
+        precision: of the run; masters and moments are fp32 whatever it is.
+        optimizer: `type`, `state` (names of the moments), `step` (its own count).
+        loss_scaler: fp16's scale and counters.
+        state: what the caller gave to be handed back (data position, best loss ...).
+    """
+
+    step: int
+    layout: Mapping[str, Any]
+    precision: str
+    optimizer: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+    files: Mapping[str, StoredFile]
+    loss_scaler: Mapping[str, Any] = field(default_factory=dict)
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """`weight` and the optimizer's moments."""
+        return (WEIGHT, *self.optimizer.get("state", ()))
+
+    def layout_text(self) -> str:
+        """One line for messages."""
+        return describe_layout(self.layout)
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, sort_keys=True)
+
+
+def describe_layout(layout: Mapping[str, Any]) -> str:
+    """`pp2 dp1 cp1 tp2, zero 1, AdamW` from a layout's entries."""
+    degrees = " ".join(f"{a}{layout.get(a, '?')}" for a in ("pp", "dp", "cp", "tp"))
+    return f"{degrees}, zero {layout.get('zero_stage', '?')}, {layout.get('optimizer', '?')}"
+
+
+def _parse(raw: Any) -> Manifest:
+    if raw["format"] != FORMAT:
+        raise CheckpointError(f"format {raw['format']} is not {FORMAT}, which this version reads")
+    tensors = {
+        name: StoredTensor(
+            tuple(t["shape"]), t["trainable"], {k: tuple(Run(**run) for run in runs) for k, runs in t["runs"].items()}
+        )
+        for name, t in raw["tensors"].items()
+    }
+    files = {name: StoredFile(**f) for name, f in raw["files"].items()}
+    rest = {k: v for k, v in raw.items() if k not in ("format", "tensors", "files")}
+    return Manifest(tensors=tensors, files=files, **rest)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest in an `actor` folder.
+
+    Raises:
+        CheckpointError: absent, unreadable, not ours, or of another format.
+    """
+    path = folder / MANIFEST
+    try:
+        return _parse(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} is no complete checkpoint: {MANIFEST} is missing") from None
+    except CheckpointError as exc:
+        raise CheckpointError(f"{path}: {exc}") from None
+    except OSError as exc:
+        raise CheckpointError(f"{path} cannot be read: {exc.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise CheckpointError(f"{path} is damaged ({type(exc).__name__}: {exc})") from None
+
+
+def uncovered(manifest: Manifest) -> list[str]:
+    """Tensors whose runs do not add up to the whole; a sound checkpoint has none."""
+    found = []
+    for name, tensor in manifest.tensors.items():
+        for kind, runs in tensor.runs.items():
+            stored = sum(prod(b - a for a, b in run.box(tensor.shape)) for run in runs)
+            if stored != prod(tensor.shape):
+                found.append(f"{kind} of {name}: {stored} of {prod(tensor.shape)} elements")
+    return found
+
+
+def file_faults(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> list[str]:
+    """Missing files and wrong sizes, one line each; nothing is read."""
+    faults = []
+    for name in sorted(manifest.files if names is None else names):
+        wanted = manifest.files[name].bytes
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as exc:
+            faults.append(f"{folder / name}: {exc.strerror}")
+            continue
+        if size != wanted:
+            faults.append(
+                f"{folder / name} has {size} bytes, not the {wanted} that were written: truncated or replaced"
+            )
+    return faults
+
+
+def crc32_of(path: Path) -> int:
+    """CRC-32 of a file's content."""
+    value = 0
+    with open(path, "rb") as f:
+        while chunk := f.read(1 << 24):
+            value = zlib.crc32(chunk, value)
+    return value
+
+
+def content_faults(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """Files whose content is not what was written; reads them whole."""
+    faults = []
+    for name in names:
+        try:
+            if crc32_of(folder / name) != manifest.files[name].crc32:
+                faults.append(f"{folder / name} is damaged: its checksum is not that of the manifest")
+        except OSError as exc:
+            faults.append(f"{folder / name} cannot be read: {exc.strerror}")
+    return faults
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step lives."""
+    return root / f"global_step_{step}"
+
+
+def _complete(folder: Path) -> bool:
+    return (folder / ACTOR / MANIFEST).is_file()
+
+
+def _steps(root: Path) -> list[tuple[int, Path]]:
+    """Complete checkpoints under `root`, oldest first; `.old` ones count where a crash left no other of that step."""
+    found: dict[int, Path] = {}
+    try:
+        names = sorted(p.name for p in root.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as exc:
+        raise CheckpointError(f"{root} cannot be read: {exc.strerror}") from None
+    for name in names:
+        match = STEP_FOLDER.fullmatch(name.removesuffix(".old"))
+        if match and _complete(root / name):
+            found.setdefault(int(match[1]), root / name)
+    return sorted(found.items())
+
+
+def newest_checkpoint(root: Path) -> Path | None:
+    """The checkpoint `latest` names, else the complete one of the highest step; None where there is none."""
+    steps = _steps(root)
+    try:
+        named = root / (root / LATEST).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        named = None
+    if named is not None and any(folder == named for _, folder in steps):
+        return named
+    return steps[-1][1] if steps else None
+
+
+def find_checkpoint(path: str | os.PathLike[str]) -> Path:
+    """The `actor` folder meant by a path: itself, a `global_step_N` folder, or a `checkpoints` folder (its newest).
+
+    Raises:
+        CheckpointError: there is no complete checkpoint.
+    """
+    path = Path(path)
+    if (path / MANIFEST).is_file():
+        return path
+    if _complete(path):
+        return path / ACTOR
+    if STEP_FOLDER.fullmatch(path.name) and _complete(path.with_name(path.name + ".old")):
+        return path.with_name(path.name + ".old") / ACTOR
+    if not path.is_dir():
+        raise CheckpointError(f"{path} does not exist or is no folder")
+    newest = newest_checkpoint(path)
+    if newest is None:
+        raise CheckpointError(f"{path} holds no complete checkpoint (no {ACTOR}/{MANIFEST} below it)")
+    return newest / ACTOR
+
+
+def checkpoint_root(output_dir: str, experiment_name: str) -> Path:
+    """Where a run keeps its checkpoints."""
+    return Path(output_dir) / experiment_name / "checkpoints"
+
+
+def resolve_resume(resume_dir: str | None, root: Path) -> Path | None:
+    """The `actor` folder to resume from: None = start anew; `auto` = the run's newest, or None where it has none.
+
+    Raises:
+        CheckpointError: a path was given that holds no complete checkpoint.
+    """
+    if resume_dir is None:
+        return None
+    if resume_dir == "auto":
+        newest = newest_checkpoint(root)
+        return None if newest is None else newest / ACTOR
+    return find_checkpoint(resume_dir)

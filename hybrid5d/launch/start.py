@@ -1,0 +1,131 @@
+"""Starting a job on this machine: one check, one run directory, then the launcher of choice; and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from hybrid5d.console import say
+from hybrid5d.errors import ConfigError, ConfigErrors
+from hybrid5d.launch.env import LaunchEnv
+from hybrid5d.launch.preflight import Words, default_processes, plan_run
+from hybrid5d.launch.watch import EXIT_FAILED
+from hybrid5d.train.run_folder import RunFolder
+
+LAUNCHERS = ("deepspeed", "accelerate", "torchrun", "python")
+WORKER = "hybrid5d.launch.worker"
+_PATIENCE_SECONDS = 15.0  # for a launcher to end its ranks after SIGTERM
+
+
+def launch(words: Words, num_procs: int | None, launcher: str | None, *, evaluate: bool = False) -> int:
+    """Check, write the run directory, start `num_procs` ranks of the worker and wait; returns the exit code.
+
+    0 means that rank 0 reported the end of the run, not only that the launcher returned 0: `deepspeed` does so too when
+    its inner process is killed.
+
+    Raises:
+        ConfigErrors: everything that is wrong, before anything is started.
+    """
+    faults = _launcher_faults(launcher, num_procs)
+    try:
+        count = num_procs if num_procs is not None else default_processes(words, evaluate=evaluate)
+        faults = faults or _launcher_faults(launcher, count)
+        chosen = launcher or ("python" if count == 1 else "deepspeed")
+        plan, notices = plan_run(words, LaunchEnv(0, count, 0, count, chosen), evaluate=evaluate)
+    except ConfigErrors as exc:
+        raise ConfigErrors([*faults, *exc.errors]) from None
+    if faults:
+        raise ConfigErrors(faults)
+    folder = RunFolder.of(plan)
+    folder = RunFolder(folder / "eval") if evaluate else folder
+    folder.prepare(plan)
+    say("\n".join([f"run directory: {folder.path}", *(f"notice: {n}" for n in notices)]), sys.stdout)
+    code = _run([*command(chosen, count), "--run-dir", str(folder.path), *(["--eval"] if evaluate else [])])
+    if code == 0 and not folder.finished():
+        say(f"{chosen} returned 0, but the run did not reach its end: {folder.path} has no result.json")
+        return EXIT_FAILED
+    return code
+
+
+def _launcher_faults(launcher: str | None, count: int | None) -> list[ConfigError]:
+    if launcher is not None and launcher not in LAUNCHERS:
+        return [ConfigError("--launcher", launcher, "unknown launcher", f"use one of {', '.join(LAUNCHERS)}")]
+    if launcher == "python" and count is not None and count > 1:
+        rule = f"plain python starts one process, --num-procs is {count}"
+        return [ConfigError("--launcher", launcher, rule, "use deepspeed, accelerate or torchrun")]
+    return []
+
+
+def command(launcher: str, count: int, port: int | None = None) -> list[str]:
+    """The launcher's command line up to the worker's own words."""
+    port = port or _free_port()
+    python = sys.executable
+    if launcher == "deepspeed":
+        start = ["-m", "deepspeed.launcher.runner", "--quiet", "--num_gpus", str(count)]
+        start += ["--master_port", str(port), "--module"]
+    elif launcher == "accelerate":
+        start = ["-m", "accelerate.commands.launch", "--use_deepspeed", "--num_processes", str(count)]
+        # accelerate warns of each of these that is left to its default
+        start += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+        start += ["--main_process_port", str(port), "--module"]
+    elif launcher == "torchrun":
+        start = ["-m", "torch.distributed.run", "--nproc_per_node", str(count), "--master_port", str(port), "-m"]
+    else:
+        start = ["-m"]
+    return [python, *start, WORKER]
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _run(words: list[str]) -> int:
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_root()), *_inherited_path()])}
+    environ.setdefault("PYTHONUNBUFFERED", "1")
+    if len(words) > 3 and words[2] != WORKER:
+        environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun and accelerate warn at length where it is unset
+    process = subprocess.Popen(words, env=environ, start_new_session=True)
+    with _forwarded(process):
+        code = process.wait()
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)  # whatever the launcher left behind
+    return code if code >= 0 else 128 - code
+
+
+def _root() -> Path:
+    return Path(__file__).resolve().parent.parent.parent
+
+
+def _inherited_path() -> list[str]:
+    return [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+
+
+@contextlib.contextmanager
+def _forwarded(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """SIGTERM and SIGINT end the whole group of the launcher; a launcher that does not end is killed with its ranks."""
+
+    def stop(signum: int, _: object) -> None:
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        raise SystemExit(128 + signum)
+
+    before = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)

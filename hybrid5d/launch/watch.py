@@ -1,0 +1,236 @@
+"""The ranks of one launch on this node, watching each other: the first failure is told first, and ends the job.
+
+Launchers leave gaps: a rank that exits 0 early stops nobody, a killed `deepspeed` leaves its ranks running, and every
+survivor prints a network error of its own. Each rank therefore writes its process id into a folder of this launch; a
+thread looks after the others, and whoever fails first claims the right to speak.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import tempfile
+import threading
+import time
+import traceback
+import zlib
+from pathlib import Path
+
+import psutil
+
+from hybrid5d.console import say
+from hybrid5d.errors import EXIT_REFUSED, HybridError
+from hybrid5d.launch.env import LaunchEnv
+
+EXIT_FAILED = 1
+EXIT_TERMINATED = 128 + signal.SIGTERM
+GRACE_SECONDS = 8.0  # for the cause to be told, and for the launcher to end this rank
+_POLL_SECONDS = 1.0
+_PREFIX = "hybrid5d-"
+
+
+class Job:
+    """This rank among the ranks of its node.
+
+    Attributes:
+        where: what the rank is doing, for messages ("step 2").
+    """
+
+    def __init__(self, env: LaunchEnv, root: Path | None = None):
+        self.env = env
+        self.where = "start"
+        parent = psutil.Process().ppid()
+        self.ancestors = _launch_processes(parent) if env.world_size > 1 else []
+        name = f"{_PREFIX}{os.getuid()}-{parent}-{_started(parent)}"
+        self.folder = (root or Path(tempfile.gettempdir())) / name
+        self._stop = threading.Event()
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Make this rank known and start to watch the others; nothing to do for one process."""
+        if self.env.world_size == 1:
+            return
+        self._make_folder()
+        (self.folder / f"{self.env.rank}.pid").write_text(f"{os.getpid()} {_started(os.getpid())}")
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.signal(signal.SIGTERM, lambda *_: None)  # the thread answers, also while the main one waits in gloo
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(reader,), name="hybrid5d-watch", daemon=True).start()
+
+    def _make_folder(self) -> None:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self.env.local_rank == 0:
+            _sweep(self.folder)
+
+    def finish(self) -> None:
+        """This rank did its work: from now on its absence is no failure."""
+        self._stop.set()
+        if self.env.world_size == 1:
+            return
+        (self.folder / f"{self.env.rank}.done").touch()
+
+    def fail(self, exc: BaseException) -> int:
+        """Tell the failure of this rank unless another one was first; returns the exit code.
+
+        A refusal (HybridError) is told by rank 0, once; another rank tells it only when rank 0 has nothing to say.
+        """
+        if isinstance(exc, HybridError):
+            self._refuse(str(exc))
+            return EXIT_REFUSED
+        code = exc.code if isinstance(exc, SystemExit) else None
+        reason = f"left early with exit code {code or 0}" if isinstance(exc, SystemExit) else _one_line(exc)
+        if isinstance(exc, KeyboardInterrupt):
+            reason = "interrupted"
+        elif self.env.world_size > 1 and isinstance(exc, RuntimeError):
+            time.sleep(0.5)  # a lost connection is seen before the lost process is
+        gone = self.gone()
+        if gone and self._claim():
+            say(f"{self._gone_text(gone)}\n{self._prefix()}{self.where}: {reason}")
+        elif self._claim():
+            trace = "" if isinstance(exc, SystemExit | KeyboardInterrupt) else "".join(traceback.format_exception(exc))
+            say(f"{self._prefix()}{self.where}: {reason}\n{trace}")
+        return code if isinstance(code, int) and code else EXIT_FAILED
+
+    def _refuse(self, text: str) -> None:
+        if self.env.rank == 0:
+            if self._claim():
+                say(text)
+            return
+        deadline = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < deadline:
+            if self._failed():
+                return
+            time.sleep(0.1)
+        if self._claim():
+            say("\n".join(f"{self._prefix()}{line}" for line in text.splitlines()))
+
+    # --- the others -------------------------------------------------------------------------------------------------
+
+    def gone(self) -> list[int]:
+        """Ranks of this node whose process ended without having finished."""
+        missing = []
+        for path in self.folder.glob("*.pid") if self.env.world_size > 1 else ():
+            rank = int(path.stem)
+            if rank != self.env.rank and not path.with_suffix(".done").exists() and not _alive(path):
+                missing.append(rank)
+        return sorted(missing)
+
+    def _watch(self, reader: int) -> None:
+        failed_since: float | None = None
+        while not self._stop.is_set():
+            ready, _, _ = select.select([reader], [], [], _POLL_SECONDS)
+            if ready and signal.SIGTERM in os.read(reader, 64):
+                self._tell_gone()
+                os._exit(EXIT_TERMINATED)
+            if self._stop.is_set():
+                return
+            if any(not _same(pid, started) for pid, started in self.ancestors):
+                if self._claim():
+                    say(f"{self._prefix()}{self.where}: the launcher is gone; stopping")
+                os._exit(EXIT_FAILED)
+            if self._failed():
+                failed_since = failed_since or time.monotonic()
+                if time.monotonic() - failed_since > GRACE_SECONDS:
+                    os._exit(EXIT_FAILED)
+            elif self._tell_gone():
+                os._exit(EXIT_FAILED)
+
+    def _tell_gone(self) -> bool:
+        gone = [] if self._failed() else self.gone()
+        if not gone or not self._claim():
+            return False
+        say(self._gone_text(gone))
+        return True
+
+    def _gone_text(self, gone: list[int]) -> str:
+        text = "the process is gone without a word: killed (out of memory?), or it left before the end"
+        return "\n".join(f"[rank {rank}] {self.where}: {text} (seen by rank {self.env.rank})" for rank in gone)
+
+    def _claim(self) -> bool:
+        """True for the first rank of this node that has a failure to tell."""
+        if self.env.world_size == 1:
+            return True
+        try:
+            self._make_folder()
+            os.close(os.open(self.folder / "failed", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        except OSError:
+            return True  # no folder to agree in: better told twice than not at all
+        return True
+
+    def warn(self, text: str) -> None:
+        """Print a warning with this rank's number, unless a rank of this node printed the same one."""
+        mark = self.folder / f"told-{zlib.crc32(text.encode()):08x}"
+        try:
+            if self.env.world_size > 1:
+                os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return
+        except OSError:
+            pass
+        say(f"{self._prefix()}warning: {text}")
+
+    def _failed(self) -> bool:
+        return (self.folder / "failed").exists()
+
+    def _prefix(self) -> str:
+        return f"[rank {self.env.rank}] " if self.env.world_size > 1 else ""
+
+
+def _one_line(exc: BaseException) -> str:
+    first = next((line for line in str(exc).splitlines() if line.strip()), "")
+    return f"{type(exc).__name__}: {first}" if first else type(exc).__name__
+
+
+def _started(pid: int) -> int:
+    """When a process started, in ticks since boot where the system tells it; 0 where there is no such process."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    try:
+        return round(psutil.Process(pid).create_time())
+    except psutil.Error:
+        return 0
+
+
+def _same(pid: int, started: int) -> bool:
+    """The process of that id is still the one that started then, and runs."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE and _started(pid) == started
+    except psutil.Error:
+        return False
+
+
+def _alive(path: Path) -> bool:
+    try:
+        pid, started = path.read_text().split()
+    except (OSError, ValueError):
+        return True  # being written
+    return _same(int(pid), int(started))
+
+
+def _launch_processes(parent: int) -> list[tuple[int, int]]:
+    """Processes whose end must end the ranks: the parent, and `deepspeed`'s runner above its launch.py."""
+    found = []
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(parent)
+        found.append((parent, _started(parent)))
+        above = process.parent()
+        if above is not None and "deepspeed.launcher.launch" in process.cmdline():
+            words = " ".join(above.cmdline()[:4])
+            if "deepspeed" in words and above.pid > 1:
+                found.append((above.pid, _started(above.pid)))
+    return found
+
+
+def _sweep(own: Path) -> None:
+    """Remove folders of launches that are over."""
+    for folder in own.parent.glob(f"{_PREFIX}{os.getuid()}-*-*"):
+        parts = folder.name.rsplit("-", 2)
+        if folder != own and parts[1].isdigit() and parts[2].isdigit() and not _same(int(parts[1]), int(parts[2])):
+            shutil.rmtree(folder, ignore_errors=True)

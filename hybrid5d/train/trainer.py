@@ -1,0 +1,207 @@
+"""The training loop: batches in, steps, evaluations, checkpoints, and at the end a Hugging Face folder."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybrid5d.checkpoint.export import export_hf
+from hybrid5d.checkpoint.manifest import resolve_resume
+from hybrid5d.data.loader import EvalLoader, Loader
+from hybrid5d.errors import HybridError
+from hybrid5d.parallel.agree import together, world_axis
+from hybrid5d.train.metrics import Console, JsonLines, Tracker, duration, open_trackers, step_record
+from hybrid5d.train.run_folder import CHECKPOINTS, EVALS, HF, METRICS, RunFolder
+
+if TYPE_CHECKING:
+    from hybrid5d.engine.engine import Engine, StepResult
+
+DATA = "data"  # of a checkpoint's state: the loader's identity
+
+
+class TrainingError(HybridError):
+    """Training cannot go on: the numbers are no longer finite."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Token-mean loss over rows; None where no row has a label."""
+
+    loss: float | None
+    valid_tokens: int
+    rows: int
+
+    @property
+    def perplexity(self) -> float | None:
+        """exp(loss); infinite where that is too large for a float."""
+        return None if self.loss is None else math.exp(self.loss) if self.loss < 700 else math.inf
+
+    def __str__(self) -> str:
+        if self.loss is None:
+            return f"no label in {self.rows} rows"
+        counts = f"{self.valid_tokens:,} tokens in {self.rows:,} rows"
+        return f"loss {self.loss:.4f}  perplexity {self.perplexity:.3f}  {counts}"
+
+    def record(self, step: int) -> dict[str, Any]:
+        """One line of eval.jsonl."""
+        return {
+            "step": step, "loss": self.loss, "perplexity": self.perplexity, "valid_tokens": self.valid_tokens,
+            "rows": self.rows,
+        }  # fmt: skip
+
+
+def evaluate(engine: Engine, loader: EvalLoader) -> Evaluation:
+    """Token-mean loss over every row of `loader`, each once. Nothing is changed. Collective over the world."""
+    total, valid, rows = 0.0, 0, 0
+    for batch in loader:
+        loss, count = engine.eval_batch(batch)
+        total, valid, rows = total + loss, valid + count, rows + len(batch.row_ids)
+    return Evaluation(total / valid if valid else None, valid, rows)
+
+
+def resume(engine: Engine, folder: RunFolder, loader: Loader | None = None) -> tuple[Path | None, list[str]]:
+    """Load the checkpoint that `runner.resume_dir` names; `auto` is the newest of this run, if there is one.
+
+    Returns:
+        (the checkpoint or None, what of `loader`'s data or order is not as the checkpoint was made with).
+
+    Raises:
+        CheckpointError: damaged, or it does not fit.
+    """
+    asked = engine.plan.config.runner.resume_dir
+    source = together(world_axis(), lambda: resolve_resume(asked, folder / CHECKPOINTS))
+    if source is None:
+        return None, []
+    saved = engine.load_checkpoint(source).get(DATA)
+    if loader is None or not isinstance(saved, dict):  # a loop that is not ours may have saved something else
+        return source, []
+    now = loader.identity()
+    return source, [f"{n}={now[n]} (was {old})" for n, old in saved.items() if n in now and now[n] != old]
+
+
+class Trainer:
+    """Runs one training to its end. Every rank has one; rank 0 writes and prints.
+
+    Args:
+        note: told what happens now ("step 3"), for messages of failures.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        loader: Loader,
+        folder: RunFolder,
+        *,
+        eval_loader: EvalLoader | None = None,
+        note: Callable[[str], None] = lambda where: None,
+    ):
+        self.engine, self.loader, self.eval_loader, self.folder, self.note = engine, loader, eval_loader, folder, note
+        self.first = engine.ctx.rank == 0
+        self.runner = engine.plan.config.runner
+        self.console = Console(self.first, loader.total_steps)
+        self.start_step = engine.global_step
+        self._saved_at: int | None = None
+        self._metrics: JsonLines | None = None
+        self._evals: JsonLines | None = None
+        self._trackers: list[Tracker] = []
+
+    def run(self) -> dict[str, Any]:
+        """Train until `max_steps` or `max_epochs`; returns what result.json says.
+
+        Raises:
+            TrainingError: loss or norm is not finite. DataError, CheckpointError: as they occur.
+        """
+        started, last = time.perf_counter(), None
+        self._open()
+        try:
+            step = self.start_step
+            while self.loader.total_steps is None or step < self.loader.total_steps:
+                self.note(f"step {step + 1}")
+                last = self._step(step)
+                step += 1
+            result = self._end(last, time.perf_counter() - started)
+        finally:
+            self._close()
+        return result
+
+    def _open(self) -> None:
+        if not self.first:
+            return
+        self.folder.open_metrics(self.start_step)
+        self._metrics, self._evals = JsonLines(self.folder / METRICS), JsonLines(self.folder / EVALS)
+        self._trackers = open_trackers(self.engine.plan.config, self.folder.path)
+
+    def _close(self) -> None:
+        for sink in (self._metrics, self._evals, *self._trackers):
+            if sink is not None:
+                sink.close()
+
+    def _step(self, step: int) -> StepResult:
+        result = self.engine.train_batch(self.loader.step(step))
+        record = step_record(result)
+        if self._metrics is not None:
+            self._metrics.write(record)
+        self._track(result.step, "train", record)
+        self.console.step(result)
+        overflow = result.skipped and self.engine.plan.precision.dtype == "fp16"  # the loss scale adapts
+        if not overflow and not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+            raise TrainingError(
+                f"step {result.step}: loss {result.loss}, gradient norm {result.grad_norm}; the last good state is "
+                f"{self._last_good()}. Fix: a lower actor.optim.lr, a longer warm-up, or other data"
+            )
+        if self.runner.val_check_interval > 0 and result.step % self.runner.val_check_interval == 0:
+            self.evaluate()
+        if self.runner.save_interval > 0 and result.step % self.runner.save_interval == 0:
+            self._save()
+        return result
+
+    def evaluate(self) -> Evaluation | None:
+        """Loss over `data.val_data_paths`, if there are any."""
+        if self.eval_loader is None:
+            return None
+        step = self.engine.global_step
+        self.note(f"evaluation after step {step}")
+        found = evaluate(self.engine, self.eval_loader)
+        if self._evals is not None:
+            self._evals.write(found.record(step))
+        self._track(step, "eval", {"loss": found.loss, "perplexity": found.perplexity})
+        self.console.say(f"eval after step {step}: {found}")
+        return found
+
+    def _track(self, step: int, group: str, record: dict[str, Any]) -> None:
+        values = {f"{group}/{k}": float(v) for k, v in record.items() if isinstance(v, int | float) and k != "step"}
+        for tracker in self._trackers:
+            tracker.log(step, values)
+
+    def _save(self) -> Path:
+        step = self.engine.global_step
+        self.note(f"checkpoint after step {step}")
+        path = self.engine.save_checkpoint(self.folder / CHECKPOINTS, {DATA: self.loader.identity()})
+        self._saved_at = step
+        self.console.say(f"checkpoint: {path}")
+        return path
+
+    def _last_good(self) -> str:
+        return f"the checkpoint of step {self._saved_at}" if self._saved_at is not None else "the start"
+
+    def _end(self, last: StepResult | None, seconds: float) -> dict[str, Any]:
+        step = self.engine.global_step
+        result: dict[str, Any] = {"steps": step, "loss": last.loss if last else None, "seconds": round(seconds, 3)}
+        if last is None:
+            self.console.say(f"nothing to do: the run is at step {step} of {self.loader.total_steps}")
+            return result
+        if self.runner.val_check_interval > 0 and step % self.runner.val_check_interval:
+            self.evaluate()
+        if self.runner.save_interval > 0:
+            if self._saved_at != step:
+                self._save()
+            self.note("export")
+            result["hf"] = str(export_hf(self.engine, self.folder / HF, force=True))
+            self.console.say(f"Hugging Face folder: {result['hf']}")
+        rate = f"{(step - self.start_step) / seconds:.2f} steps/s" if seconds > 0 else ""
+        self.console.say(f"done: {step} steps, loss {last.loss:.4f}, {duration(seconds)} ({rate})")
+        return result

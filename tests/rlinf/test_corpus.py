@@ -1,0 +1,151 @@
+"""Real RLinf files: verdicts, numbers, and an account of every key."""
+
+from __future__ import annotations
+
+import csv
+import json
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hybrid5d.plan.convert import Translation, translate
+from hybrid5d.plan.outputs import plan_files
+from hybrid5d.plan.run import assemble
+from hybrid5d.rlinf.load import load_config
+from tests.config_kit import CORPUS, needs_corpus
+
+pytestmark = needs_corpus
+# notes of expected.tsv -> words that the notice must hold
+NOTES = {
+    "MA actor": "multi-agent actor",
+    "MA pads only": "split assertion",
+    "dynamic batch": "dynamic batch",
+    "bf16 with loss_scale": "bf16 with loss_scale",
+    "down_sampling": "down_sampling",
+    "optim.min_lr=": "is dead, lr_sched.min_lr",
+    "warmup 0.1 iter": "only optimizer step 1",
+    "fp16 without loss_scale": "dynamic loss scale",
+    "optim.bf16=False and optim.fp16=False": "contradicts precision",
+    "second Megatron engine": "second Megatron engine (critic)",
+    "logits divided by temperature": "logits divided by temperature",
+}
+
+
+def rows() -> list[dict[str, str]]:
+    path = CORPUS / "expected.tsv"
+    return list(csv.DictReader(path.open(), delimiter="\t")) if path.is_file() else []
+
+
+@cache
+def translated(path: str) -> Translation:
+    return translate(CORPUS / path)
+
+
+def numbers(result: Translation) -> dict[str, Any]:
+    data = result.to_dict()
+    layout, batch, optimizer, schedule = (data[k] for k in ("layout", "batch", "optimizer", "schedule"))
+    return {
+        "world_size": layout["world_size"],
+        "tp": layout["tp"],
+        "pp": layout["pp"],
+        "cp": layout["cp"],
+        "dp": layout["dp"],
+        "sequence_parallel": str(layout["sequence_parallel"]).lower(),
+        "micro_batch": batch["micro_batch_size"],
+        "gradient_accumulation_steps": batch["gradient_accumulation_steps"],
+        "global_batch": batch["global_batch_size"],
+        "zero_stage": data["deepspeed"]["zero_optimization"]["stage"],
+        "precision": data["precision"]["dtype"],
+        "lr": optimizer["lr"],
+        "eps": optimizer["eps"],
+        "weight_decay": optimizer["weight_decay"],
+        "clip_grad": data["deepspeed"]["gradient_clipping"],
+        "lr_decay_style": schedule["style"],
+        "lr_decay_iters": schedule["decay_steps"],
+        "lr_warmup_iters_effective": schedule["warmup_steps"],
+        "min_lr_effective": schedule["min_lr"],
+        "seq_length": data["engine"]["seq_length"],
+        "betas": ",".join(str(b) for b in optimizer["betas"]),
+    }
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda r: r["path"])
+def test_verdict_numbers_and_notes(row: dict[str, str]) -> None:
+    result = translated(row["path"])
+    assert result.verdict == row["expect"], [str(e) for e in result.errors]
+    if row["expect"] == "refuse":
+        assert row["reason_key"] in [e.key for e in result.errors]
+    for name, found in numbers(result).items():
+        wanted = row[name]
+        try:
+            assert float(found) == pytest.approx(float(wanted), rel=1e-9), name
+        except ValueError:
+            assert str(found) == wanted, name
+    data = result.to_dict()
+    recompute = data["engine"]["recompute"]
+    assert "/".join(str(v) for v in recompute.values()) == row["recompute"]
+    if data["batch"]["dynamic"]:
+        assert data["batch"]["max_tokens_per_micro_batch"] == int(row["max_tokens_per_mbs"]) * data["layout"]["cp"]
+    if row["precision"] == "fp16":
+        wanted_scale = "dynamic" if row["loss_scale"] == "-" else float(row["loss_scale"])
+        assert data["precision"]["loss_scale"] == wanted_scale
+    for note in row["notes"].split(" | "):
+        words = next((w for start, w in NOTES.items() if note.startswith(start)), None)
+        assert note == "-" or (words and any(words in n for n in result.notices)), (note, result.notices)
+
+
+def leaves(tree: Any, prefix: str = "") -> list[str]:
+    """Written apart from the package's own walk, on plain PyYAML."""
+    if not isinstance(tree, dict) or not tree:
+        return [prefix]
+    return [leaf for name, value in tree.items() for leaf in leaves(value, f"{prefix}.{name}" if prefix else str(name))]
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda r: r["path"])
+def test_every_key_is_accounted_for_once(row: dict[str, str]) -> None:
+    keys = [e["key"] for e in translated(row["path"]).report]
+    assert len(keys) == len(set(keys))
+    missing = set(leaves(yaml.safe_load((CORPUS / row["path"]).read_text()))) - set(keys)
+    assert not missing
+    for entry in translated(row["path"]).report:
+        assert entry["disposition"] in ("deepspeed", "engine", "dropped", "overridden", "defaulted") and entry["why"]
+
+
+def test_dangling_reference_in_a_dropped_key_is_a_notice() -> None:
+    result = translated("examples/reasoning/config/math/qwen2.5-1.5b-is-megatron.yaml")
+    assert any("actor.megatron.ckpt_convertor.hf_model_path" in n and "rollout.path" in n for n in result.notices)
+
+
+@pytest.mark.parametrize("row", [r for r in rows() if r["expect"] == "translate"], ids=lambda r: r["path"])
+def test_resolved_yaml_is_the_same_run(row: dict[str, str], tmp_path: Path) -> None:
+    first = translated(row["path"]).plan
+    assert first is not None
+    files = plan_files(first)
+    (tmp_path / "resolved.yaml").write_text(files["resolved.yaml"])
+    again = load_config(tmp_path / "resolved.yaml")
+    assert again == first.config
+    second = assemble(again, first.layout.world_size)
+    assert not second.errors, [str(e) for e in second.errors]
+    for name in (
+        "layout",
+        "batch",
+        "stages",
+        "schedule",
+        "precision",
+        "zero_stage",
+        "clip_grad",
+        "recompute",
+        "deepspeed",
+    ):
+        assert getattr(second.plan, name) == getattr(first, name)
+    assert json.loads(files["layout.json"])["dp"] == first.layout.dp
+
+
+def test_a_translation_takes_less_than_a_second() -> None:
+    start = time.process_time()
+    translate(CORPUS / "examples/reasoning/config/math/qwen2.5-1.5b-grpo-megatron.yaml")
+    assert time.process_time() - start < 0.8

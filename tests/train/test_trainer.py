@@ -1,0 +1,125 @@
+"""The training loop on warm ranks: evaluation, counting, resuming, failing."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.harness import RankFailure, run_ranks
+from tests.launch.launch_kit import CP2, PP2, TP2, metrics, write_run
+
+
+def train(rank: int, world: int, path: str, words: tuple[str, ...], poison: bool = False) -> dict[str, Any]:
+    """What a worker does after its checks, on a rank that has a process group."""
+    import hybrid5d
+    from hybrid5d.data.build import eval_loader_from_plan, loader_from_plan
+    from hybrid5d.plan.run import build_plan
+    from hybrid5d.rlinf.load import load_config
+    from hybrid5d.train.run_folder import RunFolder
+    from hybrid5d.train.trainer import Trainer, resume
+
+    plan = build_plan(load_config(path, words), world)
+    engine = hybrid5d.initialize(plan)
+    folder = RunFolder.of(plan)
+    if rank == 0:
+        folder.prepare(plan)
+    dp = plan.layout.coordinate(rank).dp
+    loader = loader_from_plan(plan, dp)
+    _, changes = resume(engine, folder, loader)
+    eval_loader = eval_loader_from_plan(plan, dp) if plan.config.data.val_data_paths else None
+    if poison:
+        next(iter(engine.module.parameters())).data.fill_(math.nan)
+    return {"changes": changes, **Trainer(engine, loader, folder, eval_loader=eval_loader).run()}
+
+
+train.needs_group = True  # type: ignore[attr-defined]
+LAYOUTS = [(1, ()), (2, (TP2,)), (2, (CP2,)), (2, (PP2,)), (2, ())]
+
+
+@pytest.mark.parametrize("world, words", LAYOUTS, ids=["one", "tp2", "cp2", "pp2", "dp2"])
+def test_evaluation_equals_training_at_frozen_weights(tmp_path: Path, world: int, words: tuple[str, ...]) -> None:
+    """N22: the same rows, gas 8 or 4; loss is the token mean, tokens are counted once, valid ones apart."""
+    path = write_run(tmp_path / "a", rows=21)
+    rows = [len(json.loads(x)["input_ids"]) for x in (tmp_path / "a" / "rows.jsonl").read_text().splitlines()]
+    frozen = ("actor.optim.lr=0", "actor.lr_sched.min_lr=0", "runner.max_steps=-1", "runner.max_epochs=1")
+    val = (f"data.val_data_paths=[{tmp_path}/a/rows.jsonl]", "runner.val_check_interval=2")
+    run_ranks(world, train, world, str(path), (*words, *frozen, *val))
+    folder = tmp_path / "a" / "run"
+    steps = metrics(folder)
+    evals = [json.loads(x) for x in (folder / "eval.jsonl").read_text().splitlines()]
+    assert len(steps) == 3 and [e["step"] for e in evals] == [2, 3]
+    assert sum(s["valid_tokens"] for s in steps) == sum(rows) - len(rows) == evals[0]["valid_tokens"]
+    assert sum(s["tokens"] for s in steps) == sum(rows)
+    mean = sum(s["loss"] * s["valid_tokens"] for s in steps) / evals[0]["valid_tokens"]
+    for e in evals:
+        assert e["loss"] == pytest.approx(mean, abs=1e-5) and e["rows"] == 21
+        assert e["perplexity"] == pytest.approx(math.exp(e["loss"]))
+
+
+def test_a_resumed_run_leaves_the_same_lines(tmp_path: Path) -> None:
+    """Four steps at once, and two and two in another layout: every step once, the same rows, losses and rates."""
+    whole, parts = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    run_ranks(1, train, 1, str(whole), ())
+    save = ("runner.save_interval=2", "runner.resume_dir=auto", "actor.lr_sched.lr_decay_iters=4")
+    run_ranks(2, train, 2, str(parts), (*save, TP2, "runner.max_steps=3"))
+    lines = tmp_path / "b" / "run" / "metrics.jsonl"
+    lines.write_text(lines.read_text() + '{"step": 4, "loss": 1')  # a killed run's last words
+    checkpoint = "runner.resume_dir=" + str(tmp_path / "b" / "run" / "checkpoints" / "global_step_2")
+    assert [r["changes"] for r in run_ranks(2, train, 2, str(parts), (PP2, checkpoint))] == [[], []]
+    got, want = metrics(tmp_path / "b" / "run"), metrics(tmp_path / "a" / "run")
+    for key in ("step", "rows_seen", "lr", "tokens"):
+        assert [g[key] for g in got] == [w[key] for w in want]
+    assert [g["loss"] for g in got] == pytest.approx([w["loss"] for w in want], abs=1e-5)
+
+
+def test_a_resumed_run_says_what_changed(tmp_path: Path) -> None:
+    """Other data, order or batch: the run goes on, and not in silence."""
+    path = write_run(tmp_path / "a", rows=21)
+    run_ranks(1, train, 1, str(path), ("runner.save_interval=2", "runner.max_steps=2"))
+    file = tmp_path / "a" / "rows.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[1:]))
+    lost, tokens = len(json.loads(lines[0])["input_ids"]), sum(len(json.loads(x)["input_ids"]) for x in lines)
+    words = ("runner.resume_dir=auto", "runner.max_steps=3", "data.seed=7", "actor.global_batch_size=4")
+    (result,) = run_ranks(1, train, 1, str(path), words)
+    told = {c.split("=")[0]: c.split("=")[1] for c in result["changes"]}
+    assert told.pop("hash of the rows' lengths")
+    assert told.pop("data.seed").startswith("7 ") and told.pop("actor.global_batch_size") == "4 (was 8)"
+    assert told == {"rows": "20 (was 21)", "tokens": f"{tokens - lost} (was {tokens})"}
+
+
+@pytest.mark.parametrize("state", [{}, {"data": 17}, {"data": ["shard", 3]}])
+def test_a_checkpoint_with_a_state_of_ones_own_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: dict[str, Any]
+) -> None:
+    """Saved by a loop that is not ours: its `data` is whatever that loop wrote."""
+    from hybrid5d.train.run_folder import RunFolder
+    from hybrid5d.train.trainer import resume
+
+    monkeypatch.setattr("hybrid5d.train.trainer.resolve_resume", lambda *_: tmp_path)
+    plan = SimpleNamespace(config=SimpleNamespace(runner=SimpleNamespace(resume_dir="auto")))
+    engine: Any = SimpleNamespace(plan=plan, load_checkpoint=lambda source: state)
+    loader: Any = SimpleNamespace(identity=lambda: {"data.seed": 1})
+    assert resume(engine, RunFolder(tmp_path), loader) == (tmp_path, [])
+
+
+def test_the_end_leaves_a_checkpoint_and_a_model(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a")
+    results = run_ranks(2, train, 2, str(path), (TP2, "runner.save_interval=3"))
+    folder = tmp_path / "a" / "run"
+    assert (folder / "checkpoints" / "latest").read_text().strip() == "global_step_4"
+    assert results[0]["hf"] == str(folder / "hf") and results[0]["steps"] == 4
+    done = run_ranks(2, train, 2, str(path), (TP2, "runner.save_interval=3", "runner.resume_dir=auto"))
+    assert done[0]["loss"] is None, "nothing was left to do"
+    assert len(metrics(folder)) == 4
+
+
+def test_numbers_that_are_not_finite_stop_the_run(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a")
+    with pytest.raises(RankFailure, match="step 1: loss nan"):
+        run_ranks(1, train, 1, str(path), (), True)
