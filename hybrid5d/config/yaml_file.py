@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,12 +140,18 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 
 def dump_yaml(tree: dict[str, Any]) -> str:
     """Text that `parse_yaml` reads back equal; `${` is escaped so that nothing is resolved twice."""
-    return yaml.dump(_escaped(tree), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+    escaped = _each_text(tree, lambda text: text.replace("${", "\\${"))
+    return yaml.dump(escaped, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
-def _escaped(value: Any) -> Any:
+def unescaped(value: Any) -> Any:
+    """What `dump_yaml` was given, where its text was parsed and not resolved."""
+    return _each_text(value, lambda text: text.replace("\\${", "${"))
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, dict):
-        return {k: _escaped(v) for k, v in value.items()}
+        return {k: _each_text(v, change) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_escaped(v) for v in value]
-    return value.replace("${", "\\${") if isinstance(value, str) else value
+        return [_each_text(v, change) for v in value]
+    return change(value) if isinstance(value, str) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -9,9 +10,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from hybrid5d.config.schema import RunConfig
 from hybrid5d.config.tree import drop
-from hybrid5d.config.yaml_file import dump_yaml
+from hybrid5d.config.yaml_file import dump_yaml, parse_yaml, read_text, unescaped
 from hybrid5d.errors import ConfigError, ConfigErrors
 from hybrid5d.plan.accelerate_config import accelerate_config
 from hybrid5d.plan.layout import AXES, RANK_ORDER
@@ -59,6 +62,40 @@ def resolved_text(config: RunConfig) -> str:
         for path in ("actor.micro_batch_size", "actor.global_batch_size"):  # RL arithmetic decides both
             drop(tree, path)
     return _HEAD + dump_yaml(tree)
+
+
+def write_settings(folder: str | Path, config: RunConfig) -> str:
+    """Write resolved.yaml; returns its digest, which the launcher gives the ranks on their command line.
+
+    Raises:
+        ConfigErrors: the folder cannot be made or written.
+    """
+    text = resolved_text(config)
+    write_files(folder, {RESOLVED: text})
+    return _digest(text)
+
+
+def read_settings(folder: str | Path, digest: str | None = None) -> RunConfig:
+    """The settings that a launcher wrote: valid already, so nothing is composed, resolved or classified again.
+
+    Raises:
+        ConfigErrors: the file is gone, no longer valid, or not the one with this digest.
+    """
+    path = Path(folder) / RESOLVED
+    text = read_text(path)
+    if digest is not None and _digest(text) != digest:
+        rule = "was changed after the launcher wrote it: another run uses this folder"
+        raise ConfigErrors([ConfigError("--run-dir", str(path), rule, "give each run a runner.experiment_name")])
+    try:
+        return RunConfig.model_validate(unescaped(parse_yaml(text, str(path))))
+    except ValidationError as exc:
+        rule = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in exc.errors(include_url=False))
+        fix = "start it with `hybrid5d train`, which says what each key may be"
+        raise ConfigErrors([ConfigError("--run-dir", str(path), rule, fix)]) from None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def json_text(value: Any) -> str:
