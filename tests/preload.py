@@ -4,6 +4,7 @@ Each rank of each test would import these anew (and compile them where bytecode 
 """
 
 import contextlib
+import gc
 import importlib
 import io
 import os
@@ -30,5 +31,8 @@ with contextlib.redirect_stdout(io.StringIO()):
     import deepspeed
     import torch
 
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"]  # the first look probes every op: half a second
     deepspeed.utils.logger.setLevel("WARNING")
     torch.set_num_threads(1)
+gc.collect()
+gc.freeze()  # a collection in a rank would walk, and so copy, the whole image
