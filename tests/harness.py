@@ -4,9 +4,9 @@
 `fn(rank, *args)` must be importable (module level) and its arguments and result picklable.
 
 The image is a fork server that has imported `tests.preload`. A rank is a copy-on-write fork of it and serves one item:
-what an item does to its process (environment, default dtype, DeepSpeed's globals, patched methods) ends with it. Measured
-on two idle cores, start, join and end take 0.03 s for one rank, 0.06 s for two and 0.2 s for eight, where training one
-small layout takes 1 to 9 s, so ranks that live on from item to item would save little and could hide leaks.
+what an item does to its process (environment, default dtype, DeepSpeed's globals, patched methods) ends with it.
+Measured on two idle cores, start, join and end take 0.03 s for one rank, 0.06 s for two and 0.2 s for eight, where
+training one small layout takes 1 to 9 s: ranks that live on from item to item would save little and could hide leaks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def join_group(rank: int, world: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
 
 
-def _main(rank: int, world: int, folder: str, answer: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _main(
+    rank: int, world: int, folder: str, answer: Connection, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     os.setpgid(0, 0)
     os.environ.update(
         _ENV,

@@ -39,6 +39,9 @@ def test_ranks_that_leave_at_once_do_not_break_peers_that_still_connect() -> Non
 def _fails(rank: int) -> None:
     if rank == 1:
         raise ValueError("the cause")
+    if rank == 0:
+        time.sleep(0.2)
+        raise ValueError("a consequence")
     torch.distributed.all_reduce(torch.zeros(1))
 
 
@@ -49,7 +52,7 @@ def test_the_first_failing_rank_is_named() -> None:
 
 def _dies(rank: int) -> None:
     if rank == 1:
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(20)"], close_fds=False)  # holds the pipe open
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False)  # holds the pipe open
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 
