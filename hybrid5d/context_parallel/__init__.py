@@ -6,8 +6,8 @@ from hybrid5d.context_parallel.attention import (
     ring_attention,
     ulysses_attention,
 )
-from hybrid5d.context_parallel.comm import Traffic
 from hybrid5d.context_parallel.kernels import choose_kernel
+from hybrid5d.parallel.messages import Traffic
 from hybrid5d.plan.sequence import SequencePlan
 
 __all__ = [

@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybrid5d.context_parallel.comm import Traffic
 from hybrid5d.context_parallel.kernels import Kernel, choose_kernel
 from hybrid5d.context_parallel.ring import RingSetup, attend
 from hybrid5d.context_parallel.ulysses import to_heads, to_sequence
 from hybrid5d.parallel.context import Axis, build_axis
+from hybrid5d.parallel.messages import Traffic
 from hybrid5d.plan.layout import ParallelLayout
 from hybrid5d.plan.sequence import SequencePlan
 from hybrid5d.plan.sequence_rules import hybrid_groups
@@ -46,11 +46,11 @@ class ContextParallelAttention(nn.Module):
         kernel: str | Kernel = "auto",
     ):
         super().__init__()
-        one, self.cp = Axis.single(), _as_axis(cp)
+        one, self.cp = Axis.single(), Axis.of(cp)
         if method == "a2a+p2p" and self.cp.size > 1:
             if ulysses is None or ring is None:
                 raise ValueError("a2a+p2p needs a Ulysses and a ring axis: see hybrid_axes")
-            self.ulysses, self.ring = _as_axis(ulysses), _as_axis(ring)
+            self.ulysses, self.ring = Axis.of(ulysses), Axis.of(ring)
             if self.ulysses.size * self.ring.size != self.cp.size:
                 raise ValueError(f"ulysses {self.ulysses.size} * ring {self.ring.size} must be cp {self.cp.size}")
         else:
@@ -91,10 +91,6 @@ def _whole_plan(q: Tensor, axis: Axis, method: str, load_balance: str) -> Sequen
     return plan
 
 
-def _as_axis(group: dist.ProcessGroup | Axis | None) -> Axis:
-    return group if isinstance(group, Axis) else Axis.from_group(group)
-
-
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -113,7 +109,7 @@ def ring_attention(
     Raises:
         ValueError: S is not a multiple of 2*cp and no plan is given.
     """
-    axis = _as_axis(group)
+    axis = Axis.of(group)
     plan = plan or _whole_plan(q, axis, "p2p", load_balance)
     return ContextParallelAttention(axis, plan.method)(q, k, v, plan, window)
 
@@ -131,6 +127,6 @@ def ulysses_attention(
 
     Ranks hold consecutive parts of the sequence. nq must divide by cp; nkv must divide by cp or divide it.
     """
-    axis = _as_axis(group)
+    axis = Axis.of(group)
     plan = plan or _whole_plan(q, axis, "a2a", "contiguous")
     return ContextParallelAttention(axis, "a2a")(q, k, v, plan, window)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybrid5d.context_parallel.comm import Traffic
 from hybrid5d.context_parallel.kernels import Call, Kernel
 from hybrid5d.context_parallel.transport import GatherTransport, Part, RingTransport, Transport, accumulate_dtype
 from hybrid5d.parallel.context import Axis
+from hybrid5d.parallel.messages import Traffic
 from hybrid5d.plan.sequence import SequencePlan
 
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hybrid5d.context_parallel.comm import Pending, Traffic, exchange
 from hybrid5d.parallel.context import Axis
+from hybrid5d.parallel.messages import Pending, Traffic, exchange
 from hybrid5d.plan.sequence import SequencePlan
 
 Part = tuple[slice | Tensor, Tensor, Tensor]  # keys (range or index) and the dk, dv [b, n, nkv, d] they got
@@ -72,10 +72,10 @@ class RingTransport(Transport):
     def __init__(self, axis: Axis, plan: SequencePlan, window: int | None, traffic: Traffic | None):
         super().__init__(axis, plan, window, traffic)
         self.hops = plan.hops(window)
-        self._coming: tuple[Tensor, Pending] | None = None
-        self._grad: tuple[Tensor, Pending] | None = None  # of the block that comes next, from the previous holder
+        self._coming: tuple[Tensor, Pending[None]] | None = None
+        self._grad: tuple[Tensor, Pending[None]] | None = None  # of the block that comes next, from the previous holder
 
-    def _shift(self, tensor: Tensor, distance: int) -> tuple[Tensor, Pending]:
+    def _shift(self, tensor: Tensor, distance: int) -> tuple[Tensor, Pending[None]]:
         to, back = (self.axis.rank + distance) % self.axis.size, (self.axis.rank - distance) % self.axis.size
         received = torch.empty_like(tensor)
         return received, exchange(self.axis, [(to, tensor)], [(back, received)], self.traffic)
@@ -120,8 +120,8 @@ class GatherTransport(Transport):
         super().__init__(axis, plan, window, traffic)
         self.hops = axis.size - 1
         self._needs, self._needed = _readers(plan, axis.rank, window)
-        self._blocks: dict[int, tuple[Tensor, Pending]] = {}
-        self._grads: list[tuple[Tensor | None, Pending]] = []
+        self._blocks: dict[int, tuple[Tensor, Pending[None]]] = {}
+        self._grads: list[tuple[Tensor | None, Pending[None]]] = []
 
     def _peer(self, distance: int) -> int:
         return (self.axis.rank + distance) % self.axis.size

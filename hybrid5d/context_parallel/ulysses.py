@@ -5,15 +5,16 @@ The long tensors lie as [n, s, b, heads/n, d], a part per rank: contiguous parts
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybrid5d.context_parallel.comm import Traffic, all_to_all
 from hybrid5d.context_parallel.transport import accumulate_dtype
 from hybrid5d.parallel.context import Axis
+from hybrid5d.parallel.messages import Traffic, exchange
 
 
 def _check(q_heads: int, kv_heads: int, degree: int) -> None:
@@ -44,6 +45,25 @@ def _long_parts(x: Tensor, degree: int) -> Tensor:
 def _long(x: Tensor) -> Tensor:
     """[degree, s, b, n, d] -> view [b, degree*s, n, d]."""
     return x.flatten(0, 1).transpose(0, 1)
+
+
+def all_to_all(axis: Axis, sources: Sequence[Tensor], targets: Sequence[Tensor], traffic: Traffic | None) -> None:
+    """For every pair: targets[i][r] = sources[i][own index] of rank r. Both are views [n, ...] with any strides.
+
+    Pairwise messages, as NCCL does inside: the own part is copied once and touches no buffer, contiguous parts are sent
+    from and received into their place, and large fresh buffers (page faults on CPU) are few.
+    """
+    peers = [(axis.rank + i) % axis.size for i in range(1, axis.size)]
+    sends = [(p, x[p].contiguous()) for p in peers for x in sources]
+    places = [(p, y[p]) for p in peers for y in targets]
+    receives = [(p, y if y.is_contiguous() else y.new_empty(y.shape)) for p, y in places]
+    pending = exchange(axis, sends, receives, traffic, "all_to_all")
+    for x, y in zip(sources, targets):
+        y[axis.rank].copy_(x[axis.rank])
+    pending.wait()
+    for (_, place), (_, received) in zip(places, receives):
+        if received is not place:
+            place.copy_(received)
 
 
 class _ToHeads(torch.autograd.Function):

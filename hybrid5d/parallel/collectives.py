@@ -12,7 +12,7 @@ Shapes: b batch, s sequence (cut or whole), H hidden; n = axis.size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,58 +20,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid5d.parallel.context import Axis
-
-
-class Pending:
-    """A collective under way. `wait()` returns its result; call it once."""
-
-    def __init__(self, finish: Callable[[], Tensor]):
-        self._finish = finish
-
-    def wait(self) -> Tensor:
-        return self._finish()
-
-
-def _done(x: Tensor) -> Pending:
-    return Pending(lambda: x)
+from hybrid5d.parallel.messages import Pending, done, exchange
 
 
 def _on_gloo(axis: Axis) -> bool:
     return dist.get_backend(axis.group) == "gloo"
 
 
-def _exchange(axis: Axis, send: Callable[[int], Tensor], recv: Callable[[int], Tensor]) -> list[Any]:
-    """Post a send to and a receive from every other member; the tensors must live until the works are waited for."""
-    works: list[Any] = []
-    for step in range(1, axis.size):
-        to, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-        works.append(dist.irecv(recv(source), group=axis.group, group_src=source))
-        works.append(dist.isend(send(to), group=axis.group, group_dst=to))
-    return works
-
-
-def all_reduce(x: Tensor, axis: Axis) -> Pending:
+def all_reduce(x: Tensor, axis: Axis) -> Pending[Tensor]:
     """Sum over the axis; every member gets bitwise the same result. `x` may be overwritten."""
     if axis.size == 1:
-        return _done(x)
+        return done(x)
     x = x.contiguous()
     if axis.size == 2 and _on_gloo(axis):
-        other = torch.empty_like(x)
-        works = _exchange(axis, lambda _: x, lambda _: other)
-
-        def finish() -> Tensor:
-            for w in works:
-                w.wait()
-            return x.add_(other)  # a + b == b + a exactly, so both members agree
-
-        return Pending(finish)
-    work = dist.all_reduce(x, group=axis.group, async_op=True)
-
-    def finish_native() -> Tensor:
-        work.wait()
-        return x
-
-    return Pending(finish_native)
+        other, peer = torch.empty_like(x), 1 - axis.rank
+        # a + b == b + a exactly, so both members agree
+        return exchange(axis, [(peer, x)], [(peer, other)]).then(lambda: x.add_(other))
+    return Pending([dist.all_reduce(x, group=axis.group, async_op=True)], lambda: x)
 
 
 def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
@@ -81,58 +46,67 @@ def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
     return x
 
 
-def all_gather_seq(x: Tensor, axis: Axis) -> Pending:
+def sum_scalars(values: Sequence[float], axis: Axis, device: torch.device | None = None) -> list[Any]:
+    """Sum each number over the axis: exact for ints, fp64 for floats (a list that mixes them is summed as floats).
+
+    `device`: where the backend of the axis can reach it. One all-reduce.
+    """
+    return _reduce_scalars(values, axis, device, dist.ReduceOp.SUM)
+
+
+def max_scalars(values: Sequence[float], axis: Axis, device: torch.device | None = None) -> list[Any]:
+    """Maximum of each number over the axis; as `sum_scalars`."""
+    return _reduce_scalars(values, axis, device, dist.ReduceOp.MAX)
+
+
+def _reduce_scalars(values: Sequence[float], axis: Axis, device: torch.device | None, op: Any) -> list[Any]:
+    if axis.size == 1:
+        return list(values)
+    dtype = torch.int64 if all(isinstance(v, int) for v in values) else torch.float64
+    x = torch.tensor(values, dtype=dtype, device=device)
+    dist.all_reduce(x, op=op, group=axis.group)
+    return x.tolist()
+
+
+def all_gather_seq(x: Tensor, axis: Axis) -> Pending[Tensor]:
     """[b, s/n, ...] -> [b, s, ...]: all-gather along dim 1, shards in rank order."""
     n = axis.size
     if n == 1:
-        return _done(x)
+        return done(x)
     x = x.contiguous()
     out = x.new_empty((n, *x.shape))
     if _on_gloo(axis):
         out[axis.rank].copy_(x)
-        works = _exchange(axis, lambda _: x, lambda source: out[source])
+        others = [(axis.rank + i) % n for i in range(1, n)]
+        pending: Pending[Any] = exchange(axis, [(r, x) for r in others], [(r, out[r]) for r in others])
     else:
-        works = [dist.all_gather_into_tensor(out, x, group=axis.group, async_op=True)]
-
-    def finish() -> Tensor:
-        for w in works:
-            w.wait()
-        b, s = x.shape[0], x.shape[1]
-        if b == 1:
-            return out.view(1, n * s, *x.shape[2:])
-        return out.transpose(0, 1).reshape(b, n * s, *x.shape[2:])
-
-    return Pending(finish)
+        pending = Pending([dist.all_gather_into_tensor(out, x, group=axis.group, async_op=True)], lambda: None)
+    b, s = x.shape[0], x.shape[1]
+    # [n, b, s/n, ...] -> [b, s, ...]: a view at b = 1, else one copy
+    return pending.then(lambda: out.transpose(0, 1).reshape(b, n * s, *x.shape[2:]))
 
 
-def reduce_scatter_seq(x: Tensor, axis: Axis) -> Pending:
+def reduce_scatter_seq(x: Tensor, axis: Axis) -> Pending[Tensor]:
     """[b, s, ...] partial sums -> [b, s/n, ...]: reduce-scatter along dim 1; rank r gets the r-th run."""
     n = axis.size
     if n == 1:
-        return _done(x)
+        return done(x)
     b, s = x.shape[0], x.shape[1]
     if s % n:
         raise ValueError(f"sequence length {s} is not a multiple of the axis size {n}")
     parts = x.reshape(b, n, s // n, *x.shape[2:]).transpose(0, 1).contiguous()
-    if _on_gloo(axis):
-        got = torch.empty_like(parts)
-        work = dist.all_to_all_single(got, parts, group=axis.group, async_op=True)
+    if not _on_gloo(axis):
+        out = torch.empty_like(parts[0])
+        return Pending([dist.reduce_scatter_tensor(out, parts, group=axis.group, async_op=True)], lambda: out)
+    got = torch.empty_like(parts)
+    work = dist.all_to_all_single(got, parts, group=axis.group, async_op=True)
 
-        def finish() -> Tensor:
-            work.wait()
-            if n == 2 and got.dtype == torch.float32:
-                return got[0] + got[1]
-            return got.sum(0, dtype=torch.float32).to(got.dtype) if got.dtype != torch.float64 else got.sum(0)
+    def total() -> Tensor:
+        if n == 2 and got.dtype == torch.float32:
+            return got[0] + got[1]
+        return got.sum(0, dtype=torch.float32).to(got.dtype) if got.dtype != torch.float64 else got.sum(0)
 
-        return Pending(finish)
-    out = torch.empty_like(parts[0])
-    native = dist.reduce_scatter_tensor(out, parts, group=axis.group, async_op=True)
-
-    def finish_native() -> Tensor:
-        native.wait()
-        return out
-
-    return Pending(finish_native)
+    return Pending([work], total, held=[parts])
 
 
 def split_seq(x: Tensor, axis: Axis) -> Tensor:

@@ -21,14 +21,15 @@ class Axis:
     rank: int
     ranks: tuple[int, ...]
 
-    @property
-    def is_last(self) -> bool:
-        return self.rank == self.size - 1
-
     @classmethod
     def single(cls, rank: int = 0) -> Axis:
         """An axis of one member: every collective over it is the identity."""
         return cls(None, 1, 0, (rank,))
+
+    @classmethod
+    def of(cls, group: Axis | dist.ProcessGroup | None) -> Axis:
+        """An axis as it is, a process group wrapped (None = the default group)."""
+        return group if isinstance(group, Axis) else cls.from_group(group)
 
     @classmethod
     def from_group(cls, group: dist.ProcessGroup | None) -> Axis:
