@@ -13,7 +13,7 @@ endif
 unexport VIRTUAL_ENV
 
 .DEFAULT_GOAL := help
-.PHONY: help install train smoke test unit golden docs lint format types imports ci ds-configs matrix benchmarks smollm2 clean
+.PHONY: help install train smoke test test-full test-all unit golden docs lint format types imports ci ds-configs matrix benchmarks smollm2 clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,8 +32,13 @@ smoke: $(STAMP) ## 20 steps of it
 	$(MAKE) train WORDS="runner.max_steps=20 runner.save_interval=20 runner.experiment_name=smoke"
 	$(BIN)/python -m tests.smoke results/smoke
 
-test: $(STAMP) ## the whole test suite
-	$(BIN)/python -m pytest
+test: $(STAMP) ## the test suite; every pair of (tp, pp, cp, dp, sp, zero, ...) trains against one process
+	$(BIN)/python -m pytest -m "not full"
+
+test-full: $(STAMP) ## what make test leaves out: every triple, every layout of up to 8 ranks, all of SmolLM2
+	$(BIN)/python -m pytest -m full
+
+test-all: test test-full ## both
 
 unit: $(STAMP) ## tests that start no process group
 	$(BIN)/python -m pytest tests/config tests/rlinf tests/hf tests/plan tests/data tests/cli
@@ -57,7 +62,7 @@ types: $(STAMP) ## mypy
 imports: $(STAMP) ## import directions of the package
 	$(BIN)/lint-imports
 
-ci: lint types imports test smoke ## what .ci/run runs
+ci: lint types imports test smoke test-full ## what .ci/run runs
 
 ds-configs: $(STAMP) ## write ds_configs/ anew
 	$(BIN)/python ds_configs/generate.py

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -99,7 +99,14 @@ def shards(module: torch.nn.Module, value: Any) -> Shards:
         x = value(param)
         for piece in pieces_of(param):
             if x is not None:
-                found.append((piece, piece.local_view(x.detach().float().cpu().view_as(param)).numpy().copy()))
+                found.append(
+                    (
+                        piece,
+                        piece.local_view(x.detach().float().cpu().view(getattr(param, "ds_shape", param.shape)))
+                        .numpy()
+                        .copy(),
+                    )
+                )
     return found
 
 
@@ -180,14 +187,33 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.linalg.norm(a - b)) / (scale if scale > 0 else 1.0)
 
 
-def compare(
-    got: Trace, want: Trace, *, loss: float = 1e-5, norm: float = 1e-5, grad: float = 1e-5, weight: float = 1e-5
-) -> None:
-    """Losses absolutely, norms and gradients relatively, weights absolutely; names what is worst."""
-    np.testing.assert_allclose(got.losses, want.losses, atol=loss, rtol=0, err_msg="loss")
-    np.testing.assert_allclose(got.norms, want.norms, rtol=norm, atol=1e-7, err_msg="grad norm")
+@dataclass(frozen=True)
+class Bounds:
+    """How far a run may be from one process: losses and weights absolutely, norms and each gradient relatively."""
+
+    loss: float
+    norm: float
+    grad: float
+    weight: float
+
+
+# fp32 differs by the order of sums. bf16 rounds start weights, activations and gradients to 8 significant bits: a norm
+# weight near 1 starts up to 2^-8 away. The largest seen over the pairs of tests/engine: loss 2e-3, norm 4e-3, gradient
+# 5e-2 (a key bias, whose gradient is nearly nothing), weight 4e-3.
+BOUNDS = {"fp32": Bounds(1e-5, 1e-5, 1e-5, 1e-5), "bf16": Bounds(5e-3, 1e-2, 6e-2, 6e-3)}
+
+
+def compare(got: Trace, want: Trace, precision: str = "fp32", **changed: float) -> None:
+    """Loss of each step, norm, every first gradient and every last weight; what is off is named, worst first."""
+    bounds = replace(BOUNDS[precision], **changed)
+    np.testing.assert_allclose(got.losses, want.losses, atol=bounds.loss, rtol=0, err_msg="loss")
+    np.testing.assert_allclose(got.norms, want.norms, rtol=bounds.norm, atol=1e-7, err_msg="grad norm")
     assert got.weights.keys() == want.weights.keys()
-    wrong = {n: relative(got.grads[n], g) for n, g in want.grads.items() if relative(got.grads[n], g) > grad}
-    assert not wrong, f"first gradients off: {wrong}"
+    wrong = {n: relative(got.grads[n], g) for n, g in want.grads.items()}
+    assert max(wrong.values()) <= bounds.grad, f"first gradients off: {_worst(wrong, bounds.grad)}"
     far = {n: float(np.abs(got.weights[n] - w).max()) for n, w in want.weights.items()}
-    assert max(far.values()) <= weight, f"weights off: { {n: d for n, d in far.items() if d > weight} }"
+    assert max(far.values()) <= bounds.weight, f"weights off: {_worst(far, bounds.weight)}"
+
+
+def _worst(errors: dict[str, float], bound: float) -> dict[str, float]:
+    return {n: e for n, e in sorted(errors.items(), key=lambda item: -item[1]) if not e <= bound}

@@ -141,6 +141,8 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
     finally:
         for proc, pipe in ranks:
             pipe.close()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(proc.pid, signal.SIGKILL)  # with the data workers that it may have started
             proc.kill()
         for proc, _ in ranks:
             proc.join(5)

@@ -8,96 +8,77 @@ bitwise equal.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.engine.space import RECIPES, Case, axes, cases, recipe_of, rows_per_batch
 from tests.engine_kit import Job, Layout, compare, train_layout
-from tests.kit import MODELS, Recipe, Trace, hf_model, make_rows, reference
+from tests.kit import MODELS, Recipe, Trace, hf_model, make_packed_rows, make_rows, reference
 
-RECIPES = {
-    "sgd": Recipe(lr=0.5),
-    "sgd-clip": Recipe(lr=0.5, clip=0.4),
-    "adamw": Recipe("adamw", lr=1e-2, eps=1e-3, weight_decay=0.1, clip=1.0),
-}
-NAMES = ("llama", "qwen2", "qwen3")
 LENGTH = 24
 
 
-def steps_of(batch: int, recipe: Recipe) -> list:
-    return [make_rows(batch, LENGTH, 101, seed=s) for s in range(recipe.steps)]
+def steps_of(batch: int, recipe: Recipe, packing: str = "none") -> list:
+    make = make_rows if packing == "none" else make_packed_rows
+    return [make(batch, LENGTH, 101, seed=s + 1) for s in range(recipe.steps)]
 
 
 @cache
-def wanted(model: str, recipe: str, batch: int) -> Trace:
-    chosen = RECIPES[recipe]
-    return reference(hf_model(MODELS[model]), steps_of(batch, chosen), chosen)
+def wanted(model: str, recipe: Recipe, batch: int, packing: str) -> Trace:
+    return reference(hf_model(MODELS[model]), steps_of(batch, recipe, packing), recipe)
 
 
-def layouts() -> list[Layout]:
-    """Every (tp, pp, cp, dp, sp) of up to 8 ranks that 4 heads and 4 layers allow.
-
-    Two rows a micro-batch where they fit; test_cases.py has one.
-    """
-    found = []
-    for tp in (1, 2, 4):
-        for pp in range(1, 7):
-            for cp in range(1, 9):
-                for dp in range(1, 9):
-                    if tp * pp * cp * dp <= 8:
-                        micro = 2 if 8 % (2 * dp) == 0 else 1
-                        found += [Layout(tp, pp, cp, dp, sp, micro) for sp in ((False, True) if tp > 1 else (False,))]
-    return found
-
-
-def batch_of(layout: Layout) -> int:
-    return 8 if 8 % layout.dp == 0 else 2 * layout.dp
-
-
-def check(layout: Layout, folders: dict[str, Path], pairs: list[tuple[str, str]], **bounds: float) -> None:
-    batch = batch_of(layout)
-    jobs = [Job(str(folders[m]), RECIPES[r], steps_of(batch, RECIPES[r])) for m, r in pairs]
-    for (model, recipe), got in zip(pairs, train_layout(layout, jobs)):
-        want = wanted(model, recipe, batch)
-        assert recipe != "sgd-clip" or min(want.norms) > RECIPES[recipe].clip, "clipping must act"
+def check(layout: Layout, folders: dict[str, Path], runs: Sequence[tuple[str, str]]) -> None:
+    """Train each (model, recipe) in the layout and compare it with one process."""
+    batch = rows_per_batch(layout.dp)
+    recipes = [recipe_of(r, layout.precision) for _, r in runs]
+    jobs = [Job(str(folders[m]), r, steps_of(batch, r, layout.packing)) for (m, _), r in zip(runs, recipes)]
+    for (model, name), recipe, got in zip(runs, recipes, train_layout(layout, jobs)):
+        want = wanted(model, recipe, batch, layout.packing)
+        assert name != "sgd-clip" or min(want.norms) > recipe.clip, "clipping must act"
         try:
-            compare(got, want, **bounds)
+            compare(got, want, layout.precision)
         except AssertionError as exc:
-            raise AssertionError(f"{layout}, {model}, {recipe}: {exc}") from None
+            raise AssertionError(f"{layout}, {model}, {name}: {exc}") from None
 
 
-@pytest.mark.parametrize("layout", layouts(), ids=str)
-def test_layout_equals_one_process(layout: Layout, folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("case", cases(2), ids=str)
+def test_every_pair_of_choices_equals_one_process(case: Case, folders: dict[str, Path]) -> None:
+    check(case.layout, folders, [(case.model, case.recipe)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [c for c in cases(3) if c not in set(cases(2))], ids=str)
+def test_every_triple_of_choices_equals_one_process(case: Case, folders: dict[str, Path]) -> None:
+    check(case.layout, folders, [(case.model, case.recipe)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", axes(), ids=str)
+def test_every_layout_equals_one_process(layout: Layout, folders: dict[str, Path]) -> None:
     turn = layout.tp + layout.pp + layout.cp + layout.dp + layout.sp
     recipes = list(RECIPES)
-    check(layout, folders, [(name, recipes[(turn + i) % 3]) for i, name in enumerate(NAMES)])
+    check(layout, folders, [(name, recipes[(turn + i) % 3]) for i, name in enumerate(("llama", "qwen2", "qwen3"))])
 
 
+@pytest.mark.full
 def test_five_axes_at_two(folders: dict[str, Path]) -> None:
     """16 ranks: tp 2 with sp, pp 2, cp 2, dp 2."""
     check(Layout(2, 2, 2, 2, True), folders, [("qwen3", "sgd-clip"), ("llama", "adamw")])
 
 
-VARIANTS = [
-    Layout(zero=0, tp=2, pp=2, sp=True),
-    Layout(zero=0, dp=2, cp=2),
-    Layout(zero=2, tp=2, dp=2, sp=True),
-    Layout(zero=2, cp=2, dp=2),
-    Layout(zero=3, tp=2, dp=2, sp=True),
-    Layout(zero=3, tp=4, sp=True),
-    Layout(zero=3, cp=2, dp=2, micro=2),
-    Layout(micro=4, pp=2, cp=2),
-    Layout(micro=2, tp=2, pp=2, cp=2, sp=True),
-    Layout(micro=2, dp=2, pp=2, tp=2),
+REDUCTION = [
     Layout(2, 2, dp=2, sp=True, extra={"optim": {"overlap_grad_reduce": True}}),
     Layout(2, dp=2, sp=True, zero=2, extra={"optim": {"overlap_grad_reduce": True}}),
     Layout(2, 2, dp=2, sp=True, extra={"megatron": {"ddp_bucket_size": 500}}),
 ]
 
 
-@pytest.mark.parametrize("layout", VARIANTS, ids=str)
-def test_zero_stages_and_micro_batch_sizes(layout: Layout, folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("layout", REDUCTION, ids=str)
+def test_overlapped_and_bucketed_reduction(layout: Layout, folders: dict[str, Path]) -> None:
     check(layout, folders, [("llama", "sgd-clip"), ("qwen2", "adamw"), ("qwen3", "sgd")])
 
 

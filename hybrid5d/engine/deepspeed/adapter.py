@@ -147,7 +147,8 @@ class PipelineAdapter(PipelineEngine):
     def gradient(self, param: nn.Parameter) -> Tensor | None:
         """The gradient that the optimizer will reduce and use."""
         if self.using_bf16_optimizer:
-            return getattr(param, "_hp_grad", None)
+            flat = getattr(param, "_hp_grad", None)  # one-dimensional, a view of the buffer of its group
+            return None if flat is None else flat.view(param.shape)
         if getattr(self.optimizer, "use_grad_accum_attribute", False):
             return getattr(param, "grad_accum", None)
         return param.grad
