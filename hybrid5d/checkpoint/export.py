@@ -9,19 +9,17 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hybrid5d.checkpoint import manifest as files
 from hybrid5d.checkpoint.hf_write import plan_shards, write_index, write_shard
 from hybrid5d.checkpoint.manifest import WEIGHT, StoredTensor
+from hybrid5d.checkpoint.shards import write_shards
 from hybrid5d.checkpoint.sidecar import copy_sidecar, exported_config, read_config
+from hybrid5d.checkpoint.state import TrainState
 from hybrid5d.errors import CheckpointError, ConfigError, ConfigErrors
 from hybrid5d.models.dtypes import DTYPES
 from hybrid5d.parallel.agree import together, world_axis
 from hybrid5d.parallel.context import Axis
-
-if TYPE_CHECKING:
-    from hybrid5d.engine.engine import Engine
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -156,9 +154,9 @@ def _make(folder: Path) -> None:
 
 
 def export_hf(
-    engine: Engine, target: str | Path, dtype: str = "same", max_shard_size: str = "5GB", force: bool = False
+    state: TrainState, target: str | Path, dtype: str = "same", max_shard_size: str = "5GB", force: bool = False
 ) -> Path:
-    """Write an HF folder from a live engine. Collective over the world.
+    """Write an HF folder from a model in training. Collective over the world.
 
     Every rank writes its shard of the masters beside the target first, then the files of the export are put together
     from them, dealt over the ranks: no rank holds more than one whole tensor.
@@ -166,22 +164,20 @@ def export_hf(
     Raises:
         ConfigErrors, CheckpointError: on every rank, with nothing left behind.
     """
-    from hybrid5d.checkpoint.shards import write_shards
-
     target, axis = _named(target), world_axis()
     temporary, shards = target.with_name(target.name + ".tmp"), target.with_name(target.name + ".shards.tmp")
-    options = together(axis, lambda: export_options(dtype, max_shard_size, force, engine.plan.precision.dtype))
+    options = together(axis, lambda: export_options(dtype, max_shard_size, force, state.plan.precision.dtype))
 
     def prepare() -> None:
         if axis.rank == 0:
             refuse_existing(target, force)
             _make(temporary)
             _make(shards)
-            copy_sidecar(engine.plan.config.actor.model.model_path, engine.plan.model, shards / files.SIDECAR)
+            copy_sidecar(state.plan.config.actor.model.model_path, state.plan.model, shards / files.SIDECAR)
 
     together(axis, prepare)
     try:
-        manifest = write_shards(engine, shards, (), {})
+        manifest = write_shards(state, shards, (), {})
         _write_folder(shards, manifest.tensors, shards / files.SIDECAR, temporary, options, axis)
         together(axis, lambda: _finish(temporary, target) if axis.rank == 0 else None)
     finally:

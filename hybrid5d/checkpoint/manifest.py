@@ -92,10 +92,6 @@ class Manifest:
         """`weight` and the optimizer's moments."""
         return (WEIGHT, *self.optimizer.get("state", ()))
 
-    def layout_text(self) -> str:
-        """One line for messages."""
-        return describe_layout(self.layout)
-
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, sort_keys=True)
 

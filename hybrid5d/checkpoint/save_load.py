@@ -10,24 +10,21 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from hybrid5d.checkpoint import manifest as files
 from hybrid5d.checkpoint.manifest import WEIGHT, Manifest
-from hybrid5d.checkpoint.shards import RNG, layout_of, shard_files, write_shards
+from hybrid5d.checkpoint.shards import RNG, shard_files, write_shards
 from hybrid5d.checkpoint.sidecar import copy_sidecar
 from hybrid5d.checkpoint.start_weights import TensorFiles, zero_padding
+from hybrid5d.checkpoint.state import TrainState
 from hybrid5d.checkpoint.stored import fill_from_runs
-from hybrid5d.engine.deepspeed.optimizer_state import OptimizerState, full_shape
 from hybrid5d.errors import CheckpointError
 from hybrid5d.parallel.agree import gather_objects, together, world_axis
 from hybrid5d.parallel.pieces import Piece, pieces_of
-
-if TYPE_CHECKING:
-    from hybrid5d.engine.engine import Engine
 
 # --- saving ---------------------------------------------------------------------------------------------------------
 
@@ -69,32 +66,31 @@ def _prepare(root: Path, temporary: Path) -> None:
     (temporary / files.ACTOR).mkdir(parents=True)
 
 
-def save_checkpoint(engine: Engine, directory: str | Path, state: Mapping[str, Any] | None = None) -> Path:
+def save_checkpoint(state: TrainState, directory: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
     """Write `directory/global_step_N` and point `latest` at it; atomic. Collective over the world.
 
     Args:
-        state: JSON-ready values of the caller (position in the data ...), handed back by `load_checkpoint`.
+        extra: JSON-ready values of the caller (position in the data ...), kept in the manifest as its `state`.
 
     Raises:
         CheckpointError: a rank could not write; every rank raises it, what was there before stays valid.
     """
     root, axis = Path(directory), world_axis()
-    final = files.step_folder(root, engine.global_step)
+    final = files.step_folder(root, state.step)
     temporary = final.with_name(final.name + ".tmp")
     actor = temporary / files.ACTOR
     first = axis.rank == 0
     together(axis, lambda: _prepare(root, temporary) if first else None)
-    access = OptimizerState(engine.ds.optimizer, engine.ctx.dp_cp)
-    moments = tuple(sorted({m for found in gather_objects(access.moments(), axis) for m in found}))
+    moments = tuple(sorted({m for found in gather_objects(state.optimizer.moments(), axis) for m in found}))
     try:
-        manifest = write_shards(engine, actor, moments, state or {})
+        manifest = write_shards(state, actor, moments, extra or {})
 
         def finish() -> None:
             if first:
                 faults = files.file_faults(actor, manifest)
                 if faults:  # another node's files are not visible here
                     raise CheckpointError("\n".join([*faults, f"{root} must be on a file system that all nodes share"]))
-                copy_sidecar(engine.plan.config.actor.model.model_path, engine.plan.model, actor / files.SIDECAR)
+                copy_sidecar(state.plan.config.actor.model.model_path, state.plan.model, actor / files.SIDECAR)
                 _write_text(actor / files.MANIFEST, manifest.to_json())
                 _publish(root, temporary, final)
 
@@ -115,7 +111,7 @@ def _named_pieces(module: nn.Module) -> Iterator[tuple[nn.Parameter, Piece]]:
             yield param, piece
 
 
-def _verified(engine: Engine, folder: Path) -> Manifest:
+def _verified(folder: Path) -> Manifest:
     """The manifest, after everything that can be checked without reading tensors."""
     manifest = files.read_manifest(folder)
     faults = files.file_faults(folder, manifest) or [f"{folder}: {gap}" for gap in files.uncovered(manifest)[:3]]
@@ -124,16 +120,16 @@ def _verified(engine: Engine, folder: Path) -> Manifest:
     return manifest
 
 
-def _misfits(engine: Engine, manifest: Manifest, access: OptimizerState, model_names: set[str]) -> list[str]:
-    """Why this checkpoint cannot go on in this engine."""
+def _misfits(state: TrainState, manifest: Manifest, model_names: set[str]) -> list[str]:
+    """Why this model cannot go on from this checkpoint."""
     found: dict[str, None] = {}
-    if manifest.optimizer["type"] != access.name:
-        found[f"its optimizer is {manifest.optimizer['type']}, this run's is {access.name}"] = None
+    if manifest.optimizer["type"] != state.optimizer.name:
+        found[f"its optimizer is {manifest.optimizer['type']}, this run's is {state.optimizer.name}"] = None
     for name in sorted(model_names - set(manifest.tensors))[:3]:
         found[f"it has no {name}"] = None
     for name in sorted(set(manifest.tensors) - model_names)[:3]:
         found[f"the model has no {name}, which it holds"] = None
-    for param, piece in _named_pieces(engine.module):
+    for param, piece in _named_pieces(state.module):
         stored = manifest.tensors.get(piece.name)
         if stored is None:
             continue
@@ -145,68 +141,64 @@ def _misfits(engine: Engine, manifest: Manifest, access: OptimizerState, model_n
     return list(found)
 
 
-def _check_fit(engine: Engine, folder: Path, manifest: Manifest, access: OptimizerState) -> None:
-    names: set[str] = set().union(*gather_objects({p.name for _, p in _named_pieces(engine.module)}, world_axis()))
+def _check_fit(state: TrainState, folder: Path, manifest: Manifest) -> None:
+    names: set[str] = set().union(*gather_objects({p.name for _, p in _named_pieces(state.module)}, world_axis()))
 
     def compare() -> None:
-        lines = _misfits(engine, manifest, access, names)
+        lines = _misfits(state, manifest, names)
         if lines:
-            now = files.describe_layout(layout_of(engine))
-            raise CheckpointError(
-                f"{folder} (saved by {manifest.layout_text()}) cannot be resumed by {now}: " + "; ".join(lines[:6])
-            )
+            now = files.describe_layout(state.layout())
+            before = files.describe_layout(manifest.layout)
+            raise CheckpointError(f"{folder} (saved by {before}) cannot be resumed by {now}: " + "; ".join(lines[:6]))
 
     together(world_axis(), compare)
 
 
-def _restore(engine: Engine, folder: Path, manifest: Manifest, access: OptimizerState) -> None:
+def _restore(state: TrainState, folder: Path, manifest: Manifest) -> None:
     """Overwrite masters, weights and moments of this rank."""
     with TensorFiles() as reader, torch.no_grad():
-        for param in engine.module.parameters():
+        for param in state.module.parameters():
             pieces = pieces_of(param)
             if not pieces:
                 continue
-            shape = full_shape(param)
             for kind in manifest.kinds if param.requires_grad else (WEIGHT,):
-                if kind != WEIGHT and access.fragment(param, kind) is None:
+                if kind != WEIGHT and not state.optimizer.holds(param, kind):
                     continue  # another dp x cp rank keeps these moments
-                whole = torch.empty(shape, dtype=torch.float32)
+                whole = torch.empty(state.optimizer.shape(param), dtype=torch.float32)
                 zero_padding(whole, pieces)
                 for piece in pieces:
                     stored = manifest.tensors[piece.name]
                     fill_from_runs(piece.local_view(whole), piece, stored, kind, folder, reader)
-                access.set(param, kind, whole)
+                state.optimizer.set(param, kind, whole)
 
 
-def _restore_rng(engine: Engine, folder: Path, manifest: Manifest) -> None:
+def _restore_rng(state: TrainState, folder: Path, manifest: Manifest) -> None:
     """Random state belongs to a rank of a layout; another layout starts its own."""
-    saved = {k: manifest.layout.get(k) for k in ("pp", "dp", "cp", "tp")}
-    ctx = engine.ctx
-    if saved != {k: getattr(ctx.layout, k) for k in saved}:
+    if any(manifest.layout.get(a) != getattr(state.ctx.layout, a) for a in ("pp", "dp", "cp", "tp")):
         return
-    _, file = shard_files(ctx)
+    _, file = shard_files(state.ctx)
     with TensorFiles() as reader:
         torch.set_rng_state(reader.read(folder / file, RNG).clone())
 
 
-def load_checkpoint(engine: Engine, directory: str | Path) -> dict[str, Any]:
-    """Restore weights, masters, moments and step from a checkpoint of any layout. Collective over the world.
+def load_checkpoint(state: TrainState, directory: str | Path) -> Manifest:
+    """Restore weights, masters and moments from a checkpoint of any layout. Collective over the world.
 
     Args:
+        state: what is overwritten; the step is the caller's to set.
         directory: a `checkpoints` folder (its newest), a `global_step_N` folder or its `actor` folder.
 
     Returns:
-        What `save_checkpoint` was given as `state`.
+        The checkpoint's manifest: its `step`, and as `state` what `save_checkpoint` was given.
 
     Raises:
-        CheckpointError: missing, truncated or damaged files, another model or optimizer; on all ranks, with the engine
-            as it was.
+        CheckpointError: missing, truncated or damaged files, another model or optimizer; on all ranks, with nothing
+            overwritten.
     """
-    axis = world_axis()
+    axis, access = world_axis(), state.optimizer
     folder = together(axis, lambda: files.find_checkpoint(directory))
-    manifest = together(axis, lambda: _verified(engine, folder))
-    access = OptimizerState(engine.ds.optimizer, engine.ctx.dp_cp)
-    _check_fit(engine, folder, manifest, access)
+    manifest = together(axis, lambda: _verified(folder))
+    _check_fit(state, folder, manifest)
     mine = sorted(manifest.files)[axis.rank :: axis.size]
 
     def check_content() -> None:
@@ -214,14 +206,12 @@ def load_checkpoint(engine: Engine, directory: str | Path) -> dict[str, Any]:
             raise CheckpointError("\n".join(faults))
 
     together(axis, check_content)
-    moments = tuple(manifest.optimizer["state"])
-    access.reset(moments, int(manifest.optimizer["step"]))
+    access.reset(tuple(manifest.optimizer["state"]), int(manifest.optimizer["step"]))
 
     def restore() -> None:
-        _restore(engine, folder, manifest, access)
-        _restore_rng(engine, folder, manifest)
+        _restore(state, folder, manifest)
+        _restore_rng(state, folder, manifest)
 
     together(axis, restore)
     access.set_loss_scaler(dict(manifest.loss_scaler))
-    engine.global_step = engine.ds.global_steps = manifest.step
-    return dict(manifest.state)
+    return manifest

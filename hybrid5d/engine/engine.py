@@ -17,6 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybrid5d.checkpoint.export import export_hf
+from hybrid5d.checkpoint.save_load import load_checkpoint, save_checkpoint
+from hybrid5d.checkpoint.state import TrainState
 from hybrid5d.context_parallel import choose_kernel
 from hybrid5d.data.types import IGNORE_INDEX, Document, MicroBatch, StepBatch
 from hybrid5d.engine.collate import (
@@ -29,6 +32,7 @@ from hybrid5d.engine.collate import (
     valid_tokens,
 )
 from hybrid5d.engine.deepspeed.adapter import PipelineAdapter, PlainAdapter, build_adapter
+from hybrid5d.engine.deepspeed.optimizer_state import OptimizerState
 from hybrid5d.engine.deepspeed.parameters import parameter_groups
 from hybrid5d.engine.deepspeed.pipeline_module import HybridPipelineModule
 from hybrid5d.errors import DataError
@@ -304,23 +308,27 @@ class Engine:
 
     # --- state ------------------------------------------------------------------------------------------------------
 
+    @property
+    def state(self) -> TrainState:
+        """What checkpoints are made of, as it is now."""
+        access = OptimizerState(self.ds.optimizer, self.ctx.dp_cp)
+        return TrainState(self.module, access, self.ctx, self.plan, self.global_step)
+
     def save_checkpoint(self, directory: str | Path, state: Mapping[str, Any] | None = None) -> Path:
         """Write `directory/global_step_N`, which any layout can load, and `directory/latest`; atomic.
 
         `state` (JSON-ready: data position ...) is handed back by `load_checkpoint`. Collective over the world.
         """
-        from hybrid5d.checkpoint.save_load import save_checkpoint
-
-        return save_checkpoint(self, directory, state)
+        return save_checkpoint(self.state, directory, state)
 
     def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:
         """Restore weights, optimizer state and step from `save_checkpoint`'s output; returns its `state`.
 
         `directory`: a folder of checkpoints (its newest is taken) or one checkpoint. Collective over the world.
         """
-        from hybrid5d.checkpoint.save_load import load_checkpoint
-
-        return load_checkpoint(self, directory)
+        manifest = load_checkpoint(self.state, directory)
+        self.global_step = self.ds.global_steps = manifest.step
+        return dict(manifest.state)
 
     def export_hf(
         self, directory: str | Path, dtype: str = "same", max_shard_size: str = "5GB", force: bool = False
@@ -329,9 +337,7 @@ class Engine:
 
         `dtype`: fp32, bf16, fp16 or same (the run's precision); an existing folder is replaced only with `force`.
         """
-        from hybrid5d.checkpoint.export import export_hf
-
-        return export_hf(self, directory, dtype, max_shard_size, force)
+        return export_hf(self.state, directory, dtype, max_shard_size, force)
 
 
 def _checksum(batch: StepBatch) -> int:

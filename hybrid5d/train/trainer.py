@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybrid5d.checkpoint.export import export_hf
 from hybrid5d.checkpoint.manifest import resolve_resume
 from hybrid5d.data.loader import EvalLoader, Loader
 from hybrid5d.errors import HybridError
@@ -200,7 +199,7 @@ class Trainer:
             if self._saved_at != step:
                 self._save()
             self.note("export")
-            result["hf"] = str(export_hf(self.engine, self.folder / HF, force=True))
+            result["hf"] = str(self.engine.export_hf(self.folder / HF, force=True))
             self.console.say(f"Hugging Face folder: {result['hf']}")
         rate = f"{(step - self.start_step) / seconds:.2f} steps/s" if seconds > 0 else ""
         self.console.say(f"done: {step} steps, loss {last.loss:.4f}, {duration(seconds)} ({rate})")

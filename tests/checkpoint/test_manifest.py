@@ -17,6 +17,7 @@ from hybrid5d.checkpoint.manifest import (
     StoredTensor,
     checkpoint_root,
     crc32_of,
+    describe_layout,
     file_faults,
     find_checkpoint,
     newest_checkpoint,
@@ -56,7 +57,7 @@ def test_manifest_survives_the_disk(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(manifest(state={"epoch": 1}).to_json())
     got = read_manifest(tmp_path)
     assert got.tensors == manifest().tensors and got.files == manifest().files and got.state == {"epoch": 1}
-    assert got.kinds == ("weight", "exp_avg") and got.layout_text() == "pp1 dp1 cp1 tp2, zero 1, AdamW"
+    assert got.kinds == ("weight", "exp_avg") and describe_layout(got.layout) == "pp1 dp1 cp1 tp2, zero 1, AdamW"
 
 
 def test_manifests_of_another_format(tmp_path: Path) -> None:

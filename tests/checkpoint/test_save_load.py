@@ -24,9 +24,7 @@ STEPS = [make_rows(8, 20, 101, seed) for seed in range(4)]
 
 def _state_of(engine: Any) -> dict[str, Shards]:
     """Every master and moment this rank holds whole, by kind."""
-    from hybrid5d.engine.deepspeed.optimizer_state import OptimizerState
-
-    access = OptimizerState(engine.ds.optimizer, engine.ctx.dp_cp)
+    access = engine.state.optimizer
     found: dict[str, Shards] = {}
     for kind in ("weight", *access.moments()):
         found[kind] = []
@@ -174,8 +172,6 @@ def test_checkpoint_before_the_first_step(model: Path, unbroken: Any, tmp_path: 
 
 def _train_load_train(rank: int, layout: Layout, folder: str, root: str) -> Any:
     """An engine that has moved on, then goes back to its checkpoint."""
-    from hybrid5d.engine.deepspeed.optimizer_state import OptimizerState
-
     engine = build_engine(layout, ADAM, folder, len(STEPS[0]))
     batches = [step_batch(rows, layout.dp, engine.ctx.dp.rank, layout.micro) for rows in STEPS]
     engine.train_batch(batches[0])
@@ -185,7 +181,7 @@ def _train_load_train(rank: int, layout: Layout, folder: str, root: str) -> Any:
     again = [engine.train_batch(b).loss for b in batches[1:3]]
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    access = OptimizerState(engine.ds.optimizer, engine.ctx.dp_cp)
+    access = engine.state.optimizer
     for p in engine.module.parameters():  # DeepSpeed's own view of the moments is of the restored ones
         if getattr(p, "pieces", ()):
             whole, seen = access.gather(p, "exp_avg", 0), safe_get_full_optimizer_state(p, "exp_avg")

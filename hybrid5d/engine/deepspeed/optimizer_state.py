@@ -31,13 +31,8 @@ class Fragment:
         self.values.copy_(full.reshape(-1)[self.start : self.start + self.values.numel()])
 
 
-def full_shape(param: nn.Parameter) -> torch.Size:
-    """Shape of the local parameter; ZeRO 3 leaves `param.shape` empty."""
-    return getattr(param, "ds_shape", param.shape)
-
-
 class OptimizerState:
-    """Access to masters and moments of one engine.
+    """Masters and moments of one engine; a `checkpoint.state.OptimizerAccess`.
 
     Args:
         optimizer: DeepSpeed's ZeRO optimizer.
@@ -76,12 +71,21 @@ class OptimizerState:
                     found[key] = None
         return tuple(sorted(found))
 
+    @staticmethod
+    def shape(param: nn.Parameter) -> torch.Size:
+        """Shape of the local parameter; ZeRO 3 leaves `param.shape` empty."""
+        return getattr(param, "ds_shape", param.shape)
+
+    def holds(self, param: nn.Parameter, kind: str) -> bool:
+        """Whether a part of these values is kept here."""
+        return self.fragment(param, kind) is not None
+
     def fragment(self, param: nn.Parameter, kind: str) -> Fragment | None:
         """This rank's part of a parameter's master (`weight`) or moment; None where it has none."""
         if self.stage3:
             group, offset, numel = self.optimizer.grad_position[self.optimizer.get_param_id(param)]
             start = numel * self.optimizer._get_param_partition_rank(param)
-            numel = min(numel, prod(full_shape(param)) - start)  # the last ranks' partitions end in padding
+            numel = min(numel, prod(self.shape(param)) - start)  # the last ranks' partitions end in padding
             if numel <= 0:
                 return None
         else:
@@ -98,7 +102,7 @@ class OptimizerState:
 
     def gather(self, param: nn.Parameter, kind: str, owner: int) -> Tensor | None:
         """The whole local parameter's values on dp_cp rank `owner`, None elsewhere. Collective over dp_cp."""
-        shape = full_shape(param)
+        shape = self.shape(param)
         if kind == WEIGHT and not param.requires_grad:
             values = self._weights(param)  # collective under ZeRO 3
             return values if self.dp_cp.rank == owner else None

@@ -1,0 +1,76 @@
+"""What a checkpoint is made of and restored into; the engine hands it over, so nothing here knows the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hybrid5d.parallel.context import ParallelContext
+from hybrid5d.plan.run import RunPlan
+
+
+class OptimizerAccess(Protocol):
+    """An optimizer's state by parameter. `kind` is `weight` (the fp32 master) or the name of a moment."""
+
+    @property
+    def name(self) -> str:
+        """Class of the optimizer; a checkpoint goes on under the same one only."""
+
+    def shape(self, param: nn.Parameter) -> torch.Size:
+        """Shape of the local parameter, whatever the optimizer left of it."""
+
+    def moments(self) -> tuple[str, ...]:
+        """Names of the moments that exist now."""
+
+    def gather(self, param: nn.Parameter, kind: str, owner: int) -> Tensor | None:
+        """The local parameter's values on rank `owner` of dp x cp, None elsewhere. Collective over dp x cp."""
+
+    def step(self) -> int:
+        """The optimizer's own count of updates."""
+
+    def loss_scaler(self) -> dict[str, Any]:
+        """Numbers of the fp16 loss scaler; empty for other precisions."""
+
+    def reset(self, moments: tuple[str, ...], step: int) -> None:
+        """Replace the state by zeroed moments and a step count."""
+
+    def holds(self, param: nn.Parameter, kind: str) -> bool:
+        """Whether some of these values are kept on this rank."""
+
+    def set(self, param: nn.Parameter, kind: str, full: Tensor) -> None:
+        """Overwrite this rank's part of the local parameter's values; for `weight` the model's own copy as well."""
+
+    def set_loss_scaler(self, numbers: dict[str, Any]) -> None:
+        """Restore what `loss_scaler` gave."""
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """A model in training at one step, on this rank.
+
+    Attributes:
+        module: this rank's layers; parameters say by HF name what they hold.
+        optimizer: its masters and moments.
+        ctx: this rank's axes.
+        plan: of the run: precision, ZeRO stage, model folder.
+        step: optimizer steps done.
+    """
+
+    module: nn.Module
+    optimizer: OptimizerAccess
+    ctx: ParallelContext
+    plan: RunPlan
+    step: int
+
+    def layout(self) -> dict[str, Any]:
+        """What a manifest says of the run that wrote it."""
+        degrees = {a: getattr(self.ctx.layout, a) for a in ("pp", "dp", "cp", "tp")}
+        return {
+            **degrees,
+            "sequence_parallel": self.ctx.sequence_parallel,
+            "zero_stage": self.plan.zero_stage,
+            "optimizer": self.optimizer.name,
+        }
