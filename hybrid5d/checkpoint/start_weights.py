@@ -26,6 +26,7 @@ from hybrid5d.hf.spec import ModelSpec
 from hybrid5d.parallel.agree import together, world_axis
 from hybrid5d.parallel.context import Axis
 from hybrid5d.parallel.pieces import Piece, pieces_of
+from hybrid5d.plan.tensors import shapes
 
 __all__ = ["LoadReport", "TensorFiles", "check_finite", "has_safetensors", "load_hf_weights", "zero_padding"]
 
@@ -128,7 +129,7 @@ def _check_tie(part: Tensor, piece: Piece, name: str, weights: HfWeights, files:
 
 
 def _load_local(module: nn.Module, folder: Path, spec: ModelSpec) -> LoadReport:
-    weights, errors = inspect_hf_folder(folder, spec)
+    weights, errors = inspect_hf_folder(folder, spec, shapes(spec))
     if errors:
         raise ConfigErrors(errors)
     faults: list[str] = []

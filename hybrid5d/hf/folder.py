@@ -41,38 +41,6 @@ class HfWeights:
         return name if name in self.tensors or other not in self.tensors else other
 
 
-def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """HF names and shapes of every tensor of a model; a tied head is the embedding and has no entry."""
-    hidden, inner, d = spec.hidden_size, spec.intermediate_size, spec.head_dim
-    q, kv = spec.num_attention_heads * d, spec.num_key_value_heads * d
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab_size, hidden)}
-    for i in range(spec.num_layers):
-        at, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
-        shapes[f"model.layers.{i}.input_layernorm.weight"] = (hidden,)
-        for name, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
-            shapes[f"{at}.{name}.weight"] = (rows, hidden)
-            if spec.attention_bias:
-                shapes[f"{at}.{name}.bias"] = (rows,)
-        shapes[f"{at}.o_proj.weight"] = (hidden, q)
-        if spec.attention_out_bias:
-            shapes[f"{at}.o_proj.bias"] = (hidden,)
-        if spec.qk_norm:
-            shapes[f"{at}.q_norm.weight"] = shapes[f"{at}.k_norm.weight"] = (d,)
-        shapes[f"model.layers.{i}.post_attention_layernorm.weight"] = (hidden,)
-        for name, shape in (
-            ("gate_proj", (inner, hidden)),
-            ("up_proj", (inner, hidden)),
-            ("down_proj", (hidden, inner)),
-        ):
-            shapes[f"{mlp}.{name}.weight"] = shape
-            if spec.mlp_bias:
-                shapes[f"{mlp}.{name}.bias"] = shape[:1]
-    shapes["model.norm.weight"] = (hidden,)
-    if not spec.tie_word_embeddings:
-        shapes[HEAD] = (spec.vocab_size, hidden)
-    return shapes
-
-
 def has_safetensors(folder: str | Path) -> bool:
     """True where the folder holds weights we can read (one file, or shards with their index)."""
     try:
@@ -237,8 +205,13 @@ def check_tensors(weights: HfWeights, expected: Mapping[str, tuple[int, ...]], t
     return errors
 
 
-def inspect_hf_folder(folder: str | Path, spec: ModelSpec) -> tuple[HfWeights, list[ConfigError]]:
-    """Where a folder's tensors are, and everything that keeps them from being loaded into the model ([] = sound)."""
+def inspect_hf_folder(
+    folder: str | Path, spec: ModelSpec, expected: Mapping[str, tuple[int, ...]]
+) -> tuple[HfWeights, list[ConfigError]]:
+    """Where a folder's tensors are, and everything that keeps them from being loaded into the model ([] = sound).
+
+    Headers only are read. `expected`: name -> shape of each tensor of the model (`plan.tensors.shapes`).
+    """
     if spec.raw.get("quantization_config"):
         declared = spec.raw["quantization_config"]
         method = declared.get("quant_method") if isinstance(declared, dict) else declared
@@ -247,9 +220,4 @@ def inspect_hf_folder(folder: str | Path, spec: ModelSpec) -> tuple[HfWeights, l
         return HfWeights(Path(folder)), [ConfigError(KEY, str(folder), rule, fix)]
     weights, errors = read_hf_folder(folder)
     weights = replace(weights, tied=spec.tie_word_embeddings)
-    return weights, errors or check_tensors(weights, expected_tensors(spec), spec.tie_word_embeddings)
-
-
-def check_hf_folder(folder: str | Path, spec: ModelSpec) -> list[ConfigError]:
-    """Everything that keeps `folder`'s weights from being loaded into the model, from headers alone; [] = sound."""
-    return inspect_hf_folder(folder, spec)[1]
+    return weights, errors or check_tensors(weights, expected, spec.tie_word_embeddings)

@@ -9,8 +9,9 @@ from typing import Any
 
 from hybrid5d.config.schema import RunConfig
 from hybrid5d.errors import ConfigError, ConfigErrors, SpoiltKey
-from hybrid5d.hf.folder import check_hf_folder, weights_wanted
+from hybrid5d.hf.folder import inspect_hf_folder, weights_wanted
 from hybrid5d.hf.spec import ModelSpec, parse_hf_config, read_hf_config
+from hybrid5d.plan.tensors import shapes
 
 _KEY = "actor.model.model_path"
 
@@ -25,6 +26,11 @@ class ModelNumbers:
     vocab_size: int | None = None
     source: str = ""
     intermediate_size: int | None = None
+
+    @property
+    def cut_by_tp(self) -> tuple[int | None, int | None, int | None]:
+        """Query heads, key-value heads, MLP width: what tp cuts without padding."""
+        return self.num_attention_heads, self.num_key_value_heads, self.intermediate_size
 
 
 @dataclass
@@ -48,7 +54,7 @@ def read_model(config: RunConfig, training: bool) -> ModelReading:
             _compare(config, reading)
         with suppress(SpoiltKey):
             if training and reading.spec is not None and weights_wanted(config.actor.model.load_weights, folder):
-                reading.errors += check_hf_folder(folder, reading.spec)
+                reading.errors += inspect_hf_folder(folder, reading.spec, shapes(reading.spec))[1]
         return reading
     if training:
         reading.errors.append(_missing(path))

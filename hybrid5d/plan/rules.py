@@ -13,14 +13,10 @@ from hybrid5d.plan.deepspeed_config import asked_zero_stage
 from hybrid5d.plan.lr import DEFAULT_DECAY_STEPS, warmup_steps
 from hybrid5d.plan.model import ModelNumbers
 from hybrid5d.plan.sequence_rules import check_heads, check_hierarchical, ulysses_degree
+from hybrid5d.plan.tensors import legal_degrees, tp_faults
 
 _M, _O, _L = "actor.model.", "actor.optim.", "actor.lr_sched."
 BACKENDS = ("tensorboard", "wandb", "swanlab")
-
-
-def divisors(n: int) -> list[int]:
-    """All divisors, ascending."""
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def world_rules(config: RunConfig, world_size: int) -> list[ConfigError]:
@@ -47,21 +43,11 @@ def world_rules(config: RunConfig, world_size: int) -> list[ConfigError]:
 
 def head_rules(model: ModelConfig, numbers: ModelNumbers) -> list[ConfigError]:
     """Query and key/value heads and MLP width against tp."""
-    errors: list[ConfigError] = []
-    tp, heads, kv = model.tensor_model_parallel_size, numbers.num_attention_heads, numbers.num_key_value_heads
-    inner = numbers.intermediate_size
-    key = f"{_M}tensor_model_parallel_size"
-    fix = _tp_fix(heads or kv, kv, inner)
-    if heads is not None and heads % tp:
-        rule = f"num_attention_heads={heads} is not a multiple of it"
-        errors.append(ConfigError(key, tp, rule, fix))
-    elif kv is not None and kv % tp and tp % kv:
-        rule = f"num_key_value_heads={kv} is neither a multiple nor a divisor of it"
-        errors.append(ConfigError(key, tp, rule, fix))
-    if inner is not None and inner % tp:
-        rule = f"the MLP width {inner} (intermediate_size, ffn_hidden_size) is not a multiple of it"
-        errors.append(ConfigError(key, tp, rule, fix))
-    return errors
+    tp, sizes = model.tensor_model_parallel_size, numbers.cut_by_tp
+    if tp == 1 or not (faults := tp_faults(tp, *sizes)):
+        return []
+    fix = f"use one of {', '.join(map(str, legal_degrees(*sizes)))}"
+    return [ConfigError(f"{_M}tensor_model_parallel_size", tp, rule, fix) for rule in faults]
 
 
 def ulysses_rules(model: ModelConfig, numbers: ModelNumbers, ranks_per_node: int | None = None) -> list[ConfigError]:
@@ -72,19 +58,6 @@ def ulysses_rules(model: ModelConfig, numbers: ModelNumbers, ranks_per_node: int
     cp, sizes = model.context_parallel_size, model.hierarchical_context_parallel_sizes
     degree = ulysses_degree(model.cp_comm_type, sizes, kv or heads, tp, cp, ranks_per_node)
     return check_heads(heads, kv or heads, tp, cp, model.cp_comm_type, degree)
-
-
-def _tp_fix(heads: int | None, kv: int | None, inner: int | None) -> str:
-    if heads is None:
-        return f"use a divisor of {inner}"
-    legal = [
-        t for t in divisors(heads) if (kv is None or kv % t == 0 or t % kv == 0) and (inner is None or inner % t == 0)
-    ]
-    return f"use one of {_some(legal)}"
-
-
-def _some(values: list[int]) -> str:
-    return ", ".join(str(v) for v in values)
 
 
 def model_rules(model: ModelConfig) -> list[ConfigError]:
