@@ -44,13 +44,13 @@ def _load(rank: int, folder: str, degrees: dict[str, int], repeat: int) -> list[
     from hybrid5d.checkpoint.start_weights import load_hf_weights
     from hybrid5d.context_parallel import ContextParallelAttention
     from hybrid5d.hf.spec import parse_hf_config
-    from hybrid5d.models.decoder import HeadOutput, decoder_layers
+    from hybrid5d.models.decoder import decoder_layers
     from hybrid5d.parallel.context import ParallelContext
     from hybrid5d.plan.layout import ParallelLayout
 
     spec = parse_hf_config(json.loads((Path(folder) / "config.json").read_text()))
     ctx = ParallelContext.create(ParallelLayout(**degrees))
-    layers = decoder_layers(spec, ctx, lambda: ContextParallelAttention(ctx.cp), HeadOutput())
+    layers = decoder_layers(spec, ctx, lambda: ContextParallelAttention(ctx.cp))
     share = len(layers) / ctx.pp.size
     mine = layers[round(ctx.pp.rank * share) : round((ctx.pp.rank + 1) * share)]
     found = []

@@ -23,7 +23,7 @@ from hybrid5d.context_parallel import ContextParallelAttention
 from hybrid5d.data.build import loader_from_plan
 from hybrid5d.hf.spec import ModelSpec
 from hybrid5d.models.batch import LocalBatch
-from hybrid5d.models.decoder import Head, HeadOutput, LayerDef
+from hybrid5d.models.decoder import Head, LayerDef
 from hybrid5d.parallel.collectives import split_seq
 from hybrid5d.parallel.context import ParallelContext
 from hybrid5d.plan.run import build_plan
@@ -88,9 +88,7 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-def layers(
-    spec: ModelSpec, ctx: ParallelContext, attention: Callable[[], ContextParallelAttention], out: HeadOutput
-) -> list[LayerDef]:
+def layers(spec: ModelSpec, ctx: ParallelContext, attention: Callable[[], ContextParallelAttention]) -> list[LayerDef]:
     """The pipeline, in order. `decoder` layers are what the stages share out."""
 
     def block(index: int) -> Callable[[], nn.Module]:
@@ -100,7 +98,7 @@ def layers(
         LayerDef("embedding", lambda: Embeddings(spec, ctx)),
         *(LayerDef("decoder", block(i)) for i in range(spec.num_layers)),
         LayerDef("norm", lambda: LayerNorm(spec.hidden_size, "ln_f", ctx)),
-        LayerDef("head", lambda: Head(spec, ctx, out)),
+        LayerDef("head", lambda: Head(spec, ctx)),
     ]
 
 

@@ -18,16 +18,14 @@ from hybrid5d.engine.engine import Engine, current_device
 from hybrid5d.errors import ConfigError, ConfigErrors
 from hybrid5d.hf.folder import weights_wanted
 from hybrid5d.hf.spec import ModelSpec
-from hybrid5d.models.decoder import HeadOutput, LayerDef, decoder_layers
+from hybrid5d.models.decoder import LayerDef, decoder_layers
 from hybrid5d.models.dtypes import DTYPES
 from hybrid5d.models.init import init_weights
 from hybrid5d.parallel.context import Axis, ParallelContext
 from hybrid5d.plan.run import RunPlan, ranks_per_node
 from hybrid5d.plan.sequence_rules import ulysses_degree
 
-LayerFactory = Callable[
-    [ModelSpec, ParallelContext, Callable[[], ContextParallelAttention], HeadOutput], list[LayerDef]
-]
+LayerFactory = Callable[[ModelSpec, ParallelContext, Callable[[], ContextParallelAttention]], list[LayerDef]]
 
 
 def sequence_options(plan: RunPlan) -> SequenceOptions:
@@ -75,19 +73,18 @@ def initialize(plan: RunPlan, layers: LayerFactory | None = None) -> Engine:
     device = current_device()
     _refuse_at_run_time(plan, spec, device)
     ctx = ParallelContext.create(plan.layout, plan.sequence_parallel)
-    out = HeadOutput()
     attention = attention_factory(plan, ctx)
     selective = plan.recompute.granularity == "selective"
     if layers is None:
-        defs = decoder_layers(spec, ctx, attention, out, selective_recompute=selective)
+        defs = decoder_layers(spec, ctx, attention, selective_recompute=selective)
     else:
-        defs = layers(spec, ctx, attention, out)
+        defs = layers(spec, ctx, attention)
     full = plan.recompute.granularity == "full"
     recompute = Recompute(plan.recompute.method, plan.recompute.num_layers or 0) if full else Recompute()
     module = HybridPipelineModule(defs, ctx, plan.stages, recompute)
     load_start_weights(module, plan, spec, ctx)
     freeze(module, plan.config.actor.freeze_parameters)
-    return Engine(plan, ctx, module, out, sequence_options(plan))
+    return Engine(plan, ctx, module, sequence_options(plan))
 
 
 def load_start_weights(module: nn.Module, plan: RunPlan, spec: ModelSpec, ctx: ParallelContext) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ from hybrid5d.engine.deepspeed.parameters import parameter_groups
 from hybrid5d.engine.deepspeed.pipeline_module import HybridPipelineModule
 from hybrid5d.errors import DataError
 from hybrid5d.models.batch import LocalBatch
-from hybrid5d.models.decoder import HeadOutput
 from hybrid5d.models.dtypes import DTYPES
 from hybrid5d.parallel.collectives import all_gather_seq
 from hybrid5d.parallel.context import ParallelContext
@@ -97,10 +96,9 @@ class Engine:
         plan: RunPlan,
         ctx: ParallelContext,
         module: HybridPipelineModule,
-        out: HeadOutput,
         options: SequenceOptions,
     ):
-        self.plan, self.ctx, self.module, self.out, self.sequence_options = plan, ctx, module, out, options
+        self.plan, self.ctx, self.module, self.sequence_options = plan, ctx, module, options
         self.global_step = 0
         self.hidden_size = plan.model.hidden_size if plan.model else 0
         self.device = current_device()
@@ -203,11 +201,7 @@ class Engine:
         size = micro_batch_size or self.plan.batch.micro_batch_size
         micro_batches = self._dealt(documents, size)
         self._counts(micro_batches)
-        self.out.mode = "logprobs"
-        try:
-            outputs = self.ds.infer(self._local(micro_batches))
-        finally:
-            self.out.mode = "loss"
+        outputs = self.ds.infer([replace(batch, head="logprobs") for batch in self._local(micro_batches)])
         flat = np.zeros((2, sum(len(d) for d in documents)), dtype=np.float32)
         starts = np.cumsum([0, *(len(d) for d in documents)])
         for mb, output in zip(micro_batches, outputs):

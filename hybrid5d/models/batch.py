@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -22,6 +22,7 @@ class LocalBatch:
         input_ids, labels, position_ids: [b, S/cp] in the rank's order (zigzag, …); labels already shifted.
         sequence: how the rows were cut; attention follows it.
         hidden_shape: shape of the residual stream on this rank: (b, S/cp, H), or (b, S/(cp*tp), H) with SP.
+        head: what the last layer computes: the loss, or each label's log-probability and the entropy.
     """
 
     input_ids: Tensor
@@ -29,6 +30,7 @@ class LocalBatch:
     position_ids: Tensor
     sequence: SequencePlan
     hidden_shape: tuple[int, int, int]
+    head: Literal["loss", "logprobs"] = "loss"
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def shared(self, key: Hashable, make: Callable[[], Any]) -> Any:

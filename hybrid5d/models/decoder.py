@@ -219,13 +219,6 @@ class Embedding(VocabParallelEmbedding):
         return super().forward(batch.input_ids)
 
 
-@dataclass
-class HeadOutput:
-    """What the head computes: `loss` (sum over the rank's valid tokens) or per-token log-probabilities and entropy."""
-
-    mode: Literal["loss", "logprobs"] = "loss"
-
-
 def head_forward(
     weight: Tensor,
     vocab_start: int,
@@ -233,17 +226,16 @@ def head_forward(
     batch: LocalBatch,
     spec: ModelSpec,
     ctx: ParallelContext,
-    out: HeadOutput,
 ) -> Any:
-    """x [b, s, H] ([b, s/n, H] with SP) against weight [V/n, H].
+    """x [b, s, H] ([b, s/n, H] with SP) against weight [V/n, H]; `batch.head` says what for.
 
-    mode `loss`: fp32 sum of the cross entropy over this rank's valid tokens (equal on tp ranks).
-    mode `logprobs`: (log-probability of each label, entropy), fp32 [b, s] each, no gradient.
+    `loss`: fp32 sum of the cross entropy over this rank's valid tokens (equal on tp ranks).
+    `logprobs`: (log-probability of each label, entropy), fp32 [b, s] each, no gradient.
     """
     hidden = enter_tp(x, ctx.tp, ctx.sequence_parallel).reshape(-1, spec.hidden_size)
     shard = VocabShard(ctx.tp, vocab_start, spec.vocab_size)
     labels = batch.labels.reshape(-1)
-    if out.mode == "loss":
+    if batch.head == "loss":
         return linear_cross_entropy(hidden, weight, labels, shard)
     logprobs, entropy = linear_logprobs(hidden, weight, labels, shard)
     return logprobs.view_as(batch.labels), entropy.view_as(batch.labels)
@@ -252,21 +244,20 @@ def head_forward(
 class Head(nn.Module):
     """Last layer: vocabulary projection with its loss fused. Untied models own the matrix here."""
 
-    def __init__(self, spec: ModelSpec, ctx: ParallelContext, out: HeadOutput):
+    def __init__(self, spec: ModelSpec, ctx: ParallelContext):
         super().__init__()
         table = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, "lm_head", ctx.tp)
         self.weight, self.vocab_start = table.weight, table.vocab_start
-        self.spec, self.ctx, self.out = spec, ctx, out
+        self.spec, self.ctx = spec, ctx
 
     def forward(self, x: Tensor, batch: LocalBatch) -> Any:
-        return head_forward(self.weight, self.vocab_start, x, batch, self.spec, self.ctx, self.out)
+        return head_forward(self.weight, self.vocab_start, x, batch, self.spec, self.ctx)
 
 
 def decoder_layers(
     spec: ModelSpec,
     ctx: ParallelContext,
     attention: AttentionFactory,
-    out: HeadOutput,
     selective_recompute: bool = False,
 ) -> list[LayerDef]:
     """The whole model in pipeline order: embedding, decoder layers, final norm, head."""
@@ -287,7 +278,7 @@ def decoder_layers(
 
     def tied_head(table: nn.Module, x: Tensor, batch: LocalBatch) -> Any:
         assert isinstance(table, Embedding)
-        return head_forward(table.weight, table.vocab_start, x, batch, spec, ctx, out)
+        return head_forward(table.weight, table.vocab_start, x, batch, spec, ctx)
 
     tied = spec.tie_word_embeddings
     key = "embed_tokens" if tied else ""
@@ -297,6 +288,6 @@ def decoder_layers(
         LayerDef("norm", lambda: RMSNorm(spec.hidden_size, spec.rms_norm_eps, "model.norm.weight", ctx.tp, partial=sp))
     )
     layers.append(
-        LayerDef("head", embedding, key, tied_head) if tied else LayerDef("head", lambda: Head(spec, ctx, out))
+        LayerDef("head", embedding, key, tied_head) if tied else LayerDef("head", lambda: Head(spec, ctx))
     )
     return layers

@@ -18,7 +18,7 @@ from hybrid5d.checkpoint.start_weights import load_hf_weights
 from hybrid5d.context_parallel import ContextParallelAttention
 from hybrid5d.errors import CheckpointError, ConfigErrors
 from hybrid5d.hf.spec import ModelSpec, parse_hf_config
-from hybrid5d.models.decoder import HeadOutput, decoder_layers
+from hybrid5d.models.decoder import decoder_layers
 from hybrid5d.parallel.agree import together
 from hybrid5d.parallel.context import Axis, ParallelContext
 from hybrid5d.parallel.pieces import Piece, pieces_of
@@ -36,7 +36,7 @@ def tp_context(tp: int, rank: int) -> ParallelContext:
 
 def build(spec: ModelSpec, tp: int, rank: int, keep: slice = slice(None)) -> nn.ModuleList:
     """Layers of one tp rank, `keep` = those of a pipeline stage; parameters filled with rubbish."""
-    layers = decoder_layers(spec, tp_context(tp, rank), lambda: ContextParallelAttention(ONE), HeadOutput())[keep]
+    layers = decoder_layers(spec, tp_context(tp, rank), lambda: ContextParallelAttention(ONE))[keep]
     module = nn.ModuleList([layer.build() for layer in layers])
     for p in module.parameters():
         nn.init.constant_(p, 7.0)
