@@ -1,11 +1,13 @@
-"""What each axis costs: the same model and batch as one process (2 threads) and as 2 ranks (1 thread each).
+"""What each axis costs beside the plain loop: transformers' Llama and torch's AdamW in one process with 2 threads, and
+hybrid5d on 2 ranks with 1 thread each (`one`: on one process with 2 threads), on the same weights and rows.
 
 python benchmarks/axes.py [--rounds 5] [--axes tp2 pp2] [--rows 8] [--seq-length 512] [--json FILE]
 
 8 layers, hidden 512, 8 heads, 4 kv heads, MLP 1408, vocabulary 8192, 8 rows of 512 tokens in 8 micro-batches, fp32,
 AdamW. Long rows, for the methods of context parallelism: --axes cp2 cp2-a2a cp2-gather --rows 1 --seq-length 4096.
 Both sides live at the same time and take turns, one optimizer step each, so that a machine that slows down does so for
-both. CPU-seconds are those of all threads of all ranks. A ratio above the bound of 1.35 ends with exit code 1.
+both; their losses are compared. CPU-seconds are those of all threads of all ranks. A ratio of them above the bound of
+1.35 ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +44,9 @@ class Shape:
     length: int = 512
 
 
+PLAIN = "plain"
 AXES: dict[str, dict[str, Any]] = {
+    "one": {},
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2+sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2},
@@ -50,16 +55,48 @@ AXES: dict[str, dict[str, Any]] = {
     "cp2-a2a": {"context_parallel_size": 2, "cp_comm_type": "a2a"},
     "cp2-gather": {"context_parallel_size": 2, "cp_comm_type": "all_gather"},
 }
-USUAL = ("tp2", "tp2+sp", "pp2", "cp2", "dp2")
+USUAL = ("one", "tp2", "tp2+sp", "pp2", "cp2", "dp2")
 
 
 # --- one rank -------------------------------------------------------------------------------------------------------
 
 
-def build(folder: str, axis: str, world: int, shape: Shape) -> Any:
-    """This rank's engine and its rows."""
+def rows_of(shape: Shape) -> Any:
+    """The global batch, [rows, length] ids."""
     import numpy as np
 
+    return np.random.default_rng(0).integers(0, MODEL["vocab_size"], (shape.rows, shape.length))
+
+
+def plain_step(folder: str, shape: Shape) -> Callable[[], float]:
+    """The loop anyone would write: a micro-batch a row, token mean over the batch, clipping, AdamW as in the YAML."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-4)
+    rows = torch.from_numpy(rows_of(shape))
+
+    def step() -> float:
+        optimizer.zero_grad()
+        total, tokens = 0.0, shape.rows * (shape.length - 1)
+        for row in rows:
+            logits = model(row[None]).logits[0, :-1].float()
+            loss = torch.nn.functional.cross_entropy(logits, row[1:], reduction="sum") / tokens
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return total
+
+    return step
+
+
+def engine_step(folder: str, axis: str, world: int, shape: Shape) -> Callable[[], float]:
+    """One optimizer step of this rank's engine."""
     from hybrid5d import initialize
     from hybrid5d.config.schema import RunConfig
     from hybrid5d.data.types import Document, StepBatch, shift_labels
@@ -70,14 +107,15 @@ def build(folder: str, axis: str, world: int, shape: Shape) -> Any:
         "data": {"type": "tokens"},
         "actor": {
             "micro_batch_size": 1, "global_batch_size": shape.rows,
-            "model": {"model_path": folder, "load_weights": False, **(AXES[axis] if world > 1 else {})},
+            "model": {"model_path": folder, **AXES[axis]},
             "optim": {"lr": 1e-4}, "lr_sched": {"lr_decay_style": "constant"},
         },
     })  # fmt: skip
     engine = initialize(build_plan(config, world, training=False))
-    ids = np.random.default_rng(0).integers(0, MODEL["vocab_size"], (shape.rows, shape.length))
-    mine = [Document(row, shift_labels(row), i) for i, row in enumerate(ids)][engine.ctx.dp.rank :: engine.ctx.dp.size]
-    return engine, StepBatch(tuple(((d,),) for d in mine), tuple(range(shape.rows)))
+    documents = [Document(row, shift_labels(row), i) for i, row in enumerate(rows_of(shape))]
+    mine = documents[engine.ctx.dp.rank :: engine.ctx.dp.size]
+    batch = StepBatch(tuple(((d,),) for d in mine), tuple(range(shape.rows)))
+    return lambda: engine.train_batch(batch).loss
 
 
 def rank_main(folder: str, axis: str, shape: Shape) -> None:
@@ -86,11 +124,12 @@ def rank_main(folder: str, axis: str, shape: Shape) -> None:
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     answers, sys.stdout = sys.stdout, sys.stderr  # libraries print; the pipe is for answers
-    engine, batch = build(folder, axis, int(os.environ.get("WORLD_SIZE", "1")), shape)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    step = plain_step(folder, shape) if axis == PLAIN else engine_step(folder, axis, world, shape)
     for _ in sys.stdin:
         cpu, wall = _cpu_seconds(), time.perf_counter()
-        result = engine.train_batch(batch)
-        answer = {"wall": time.perf_counter() - wall, "cpu": _cpu_seconds() - cpu, "loss": result.loss}
+        loss = step()
+        answer = {"wall": time.perf_counter() - wall, "cpu": _cpu_seconds() - cpu, "loss": loss}
         print(json.dumps(answer), file=answers, flush=True)
 
 
@@ -158,9 +197,22 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
+def save_model(folder: str) -> None:
+    """Random weights that every side reads."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**MODEL)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
 def compare(folder: str, axis: str, rounds: int, shape: Shape) -> dict[str, Any]:
     """Medians of both sides over `rounds` turns after one to warm up."""
-    one, two = (Side.start(folder, axis, world, shape) for world in (1, 2))
+    one = Side.start(folder, PLAIN, 1, shape)
+    two = Side.start(folder, axis, 1 if axis == "one" else 2, shape)
     try:
         turns = [(one.step(), two.step()) for _ in range(rounds + 1)]
     finally:
@@ -193,10 +245,11 @@ def main() -> int:
         folder, axis, rows, length = args.rank
         rank_main(folder, axis, Shape(int(rows), int(length)))
         return 0
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     found, shape = [], Shape(args.rows, args.seq_length)
-    print(f"{'axis':<12}{'CPU-s/step':>12}{'one':>8}{'ratio':>8}{'tok/s':>10}{'one':>8}{'ratio':>8}", flush=True)
+    print(f"{'axis':<12}{'CPU-s/step':>12}{'plain':>8}{'ratio':>8}{'tok/s':>10}{'plain':>8}{'ratio':>8}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+        save_model(folder)
         for axis in args.axes:
             r = compare(folder, axis, args.rounds, shape)
             found.append(r)
