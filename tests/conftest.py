@@ -1,12 +1,15 @@
-"""Model folders shared by the distributed tests."""
+"""One thread for the references, and model folders shared by the tests that start ranks."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.kit import MODELS, save_model
+
+torch.set_num_threads(1)  # the models are tiny: more threads would only wait for each other
 
 
 @pytest.fixture(scope="session")

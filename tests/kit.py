@@ -89,6 +89,15 @@ def make_rows(count: int, length: int, vocab: int, seed: int = 0, *, ragged: boo
     return rows
 
 
+def labelled_row(length: int, valid: int, row: int, vocab: int = 101) -> Document:
+    """A row of which the first `valid` predictions count."""
+    rng = np.random.default_rng(row)
+    ids = rng.integers(0, vocab, length).astype(np.int64)
+    labels = np.full(length, IGNORE_INDEX, dtype=np.int64)
+    labels[:valid] = ids[1 : valid + 1]
+    return Document(ids, labels, row)
+
+
 def make_packed_rows(count: int, length: int, vocab: int, seed: int = 0) -> list[tuple[Document, ...]]:
     """Rows of one to four documents of uneven lengths, one-token documents and unlabelled ones among them."""
     rng = np.random.default_rng(seed)

@@ -92,9 +92,8 @@ def case(row: Row) -> Case:
 
 @cache
 def rows(strength: int) -> tuple[Row, ...]:
-    """Rows in which every allowed pair (2) or triple (3) of values occurs; cheap ones first choice."""
-    cost = {2: 8, 3: 2}
-    return tuple(covering(FACTORS, allowed, lambda r: r["tp"] * r["pp"] * r["cp"] * r["dp"], strength, cost[strength]))
+    """Rows in which every allowed pair (2) or triple (3) of values occurs."""
+    return tuple(covering(FACTORS, allowed, strength, tries={2: 8, 3: 2}[strength]))
 
 
 def cases(strength: int) -> list[Case]:
