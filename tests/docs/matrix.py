@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.space import Case
 from tests.engine_kit import Layout
 
 README = Path(__file__).resolve().parents[2] / "README.md"
@@ -61,7 +62,8 @@ class _Collector:
 
 
 def _layout(params: dict[str, Any]) -> Layout | None:
-    found = params.get("layout")
+    case = params.get("case")
+    found = case.layout if isinstance(case, Case) else params.get("layout")
     if isinstance(found, Layout):
         return found
     axes = params.get("axes")
