@@ -4,8 +4,9 @@ deepspeed --num_gpus 8 examples/custom_model.py examples/quickstart.yaml runner.
 python examples/custom_model.py examples/quickstart.yaml actor.model.tensor_model_parallel_size=1 ...   (one process)
 
 What a layer must do to fit: take `(x, batch)`; keep x at [b, S/cp, H] ([b, S/(cp*tp), H] with sequence parallelism);
-build its weights from our tensor-parallel layers, or `annotate` them; attend through the `attention` it is given. The
-sizes come from the YAML's model folder. Pipeline stages, ZeRO, the loss over all valid tokens and recomputation follow.
+build its weights from our tensor-parallel layers, or declare them `replicated`; attend through the `attention` it is
+given. The sizes come from the YAML's model folder. Pipeline stages, ZeRO, the loss over all valid tokens and
+recomputation follow.
 """
 
 from __future__ import annotations
@@ -24,15 +25,14 @@ from hybrid5d.data.build import loader_from_plan
 from hybrid5d.hf.spec import ModelSpec
 from hybrid5d.models.batch import LocalBatch
 from hybrid5d.models.decoder import Head, LayerDef
-from hybrid5d.parallel.collectives import split_seq
 from hybrid5d.parallel.context import ParallelContext
 from hybrid5d.plan.run import build_plan
 from hybrid5d.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
-    annotate,
-    replicated_piece,
+    replicated,
+    split_seq,
 )
 
 
@@ -42,9 +42,8 @@ class LayerNorm(nn.Module):
     def __init__(self, size: int, name: str, ctx: ParallelContext):
         super().__init__()
         for part, value in (("weight", torch.ones(size)), ("bias", torch.zeros(size))):
-            piece = replicated_piece(f"{name}.{part}", (size,), ctx.tp)
-            param = annotate(nn.Parameter(value), [piece], sharded=False, partial=ctx.sequence_parallel)
-            self.register_parameter(part, param)
+            param = nn.Parameter(value)
+            self.register_parameter(part, replicated(param, ctx.tp, f"{name}.{part}", partial=ctx.sequence_parallel))
 
     def forward(self, x: Tensor, batch: LocalBatch | None = None) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], self.weight, self.bias)
@@ -56,10 +55,9 @@ class Embeddings(nn.Module):
     def __init__(self, spec: ModelSpec, ctx: ParallelContext):
         super().__init__()
         sp = ctx.sequence_parallel
-        self.tokens = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, "wte", ctx.tp, sequence_parallel=sp)
-        shape = (spec.max_position_embeddings, spec.hidden_size)
-        piece = replicated_piece("wpe.weight", shape, ctx.tp)
-        self.positions = annotate(nn.Parameter(torch.empty(shape)), [piece], sharded=False, partial=sp)
+        self.tokens = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, ctx.tp, sp, name="wte")
+        table = nn.Parameter(torch.empty(spec.max_position_embeddings, spec.hidden_size))
+        self.positions = replicated(table, ctx.tp, "wpe.weight", partial=sp)
         self.ctx = ctx
 
     def forward(self, x: Tensor | None, batch: LocalBatch) -> Tensor:
@@ -76,10 +74,10 @@ class Block(nn.Module):
         self.head_dim, self.attention = size // spec.num_attention_heads, attention
         self.norm1, self.norm2 = LayerNorm(size, f"{name}.ln_1", ctx), LayerNorm(size, f"{name}.ln_2", ctx)
         names = [f"{name}.attn.{part}" for part in "qkv"]
-        self.qkv = ColumnParallelLinear(size, [size] * 3, names, tp, bias=True, sequence_parallel=sp)
-        self.out = RowParallelLinear(size, size, f"{name}.attn.out", tp, bias=True, sequence_parallel=sp)
-        self.up = ColumnParallelLinear(size, [4 * size], [f"{name}.mlp.up"], tp, bias=True, sequence_parallel=sp)
-        self.down = RowParallelLinear(4 * size, size, f"{name}.mlp.down", tp, bias=True, sequence_parallel=sp)
+        self.qkv = ColumnParallelLinear(size, [size] * 3, tp, sequence_parallel=sp, names=names)
+        self.out = RowParallelLinear(size, size, tp, sequence_parallel=sp, name=f"{name}.attn.out")
+        self.up = ColumnParallelLinear(size, 4 * size, tp, sequence_parallel=sp, names=[f"{name}.mlp.up"])
+        self.down = RowParallelLinear(4 * size, size, tp, sequence_parallel=sp, name=f"{name}.mlp.down")
 
     def forward(self, x: Tensor, batch: LocalBatch) -> Tensor:
         qkv = self.qkv(self.norm1(x))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybrid5d.parallel.pieces import Piece, pieces_of
+from hybrid5d.parallel.shard import Piece, pieces_of
 from tests.harness import run_ranks
 from tests.kit import Recipe, Trace, step_batch
 
@@ -116,13 +116,11 @@ def assemble(all_shards: list[Shards]) -> dict[str, np.ndarray]:
     for rank_shards in all_shards:
         for piece, values in rank_shards:
             target = full.setdefault(piece.name, np.full(piece.full_shape, np.nan, np.float32))
-            place = [slice(None)] * target.ndim
-            if piece.dim is not None:
-                place[piece.dim] = slice(piece.start, piece.stop)
-            old = target[tuple(place)]
+            place = piece.cut.slices(piece.full_shape)
+            old = target[place]
             if not np.isnan(old).all():
                 assert np.array_equal(old, values), f"copies of {piece.name} differ by {np.abs(old - values).max()}"
-            target[tuple(place)] = values
+            target[place] = values
     for name, tensor in full.items():
         assert not np.isnan(tensor).any(), f"{name}: parts held by no rank, or NaN"
     return full

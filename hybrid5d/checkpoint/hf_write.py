@@ -15,7 +15,8 @@ from hybrid5d.checkpoint.safetensors_writer import SafetensorsWriter, tensor_byt
 from hybrid5d.checkpoint.start_weights import TensorFiles
 from hybrid5d.checkpoint.stored import fill_from_runs
 from hybrid5d.hf.folder import INDEX_FILE, SINGLE_FILE
-from hybrid5d.parallel.pieces import Piece
+from hybrid5d.parallel.shard import Piece
+from hybrid5d.plan.cut import Cut
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def write_shard(
         for name in names:
             stored = tensors[name]
             whole = torch.empty(stored.shape, dtype=torch.float32)
-            piece = Piece(name, stored.shape, None, 0, stored.shape[0])
+            piece = Piece(name, stored.shape, Cut.whole(stored.shape))
             fill_from_runs(whole, piece, stored, WEIGHT, source, reader)
             writer.write(name, whole)
 

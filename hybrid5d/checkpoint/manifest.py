@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid5d.errors import CheckpointError
+from hybrid5d.plan.cut import Cut
 
 FORMAT = 1
 MANIFEST, LATEST, ACTOR, SIDECAR = "manifest.json", "latest", "actor", "hf"
@@ -43,9 +44,9 @@ class Run:
         rows = "" if self.dim is None else f"[{self.dim}:{self.start}:{self.stop}]"
         return f"{kind}/{name}{rows}"
 
-    def box(self, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-        """(first, past the last) index of each dimension."""
-        return tuple((self.start, self.stop) if d == self.dim else (0, n) for d, n in enumerate(shape))
+    @property
+    def cut(self) -> Cut:
+        return Cut(self.dim, self.start, self.stop)
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def uncovered(manifest: Manifest) -> list[str]:
     found = []
     for name, tensor in manifest.tensors.items():
         for kind, runs in tensor.runs.items():
-            stored = sum(prod(b - a for a, b in run.box(tensor.shape)) for run in runs)
+            stored = sum(prod(b - a for a, b in run.cut.box(tensor.shape)) for run in runs)
             if stored != prod(tensor.shape):
                 found.append(f"{kind} of {name}: {stored} of {prod(tensor.shape)} elements")
     return found

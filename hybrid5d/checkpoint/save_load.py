@@ -24,7 +24,7 @@ from hybrid5d.checkpoint.state import TrainState
 from hybrid5d.checkpoint.stored import fill_from_runs
 from hybrid5d.errors import CheckpointError
 from hybrid5d.parallel.agree import gather_objects, together, world_axis
-from hybrid5d.parallel.pieces import Piece, pieces_of
+from hybrid5d.parallel.shard import Piece, pieces_of
 
 # --- saving ---------------------------------------------------------------------------------------------------------
 

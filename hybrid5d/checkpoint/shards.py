@@ -16,18 +16,20 @@ from hybrid5d.checkpoint.safetensors_writer import SafetensorsWriter
 from hybrid5d.checkpoint.state import TrainState
 from hybrid5d.parallel.agree import gather_objects, raise_together, world_axis
 from hybrid5d.parallel.context import ParallelContext
-from hybrid5d.parallel.pieces import Piece, pieces_of
+from hybrid5d.parallel.shard import Piece, pieces_of, shard_of
 
 RNG = "rng/cpu"
 
 
 def saved_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Parameters this stage and tp rank save: those with an HF name that no lower stage or tp rank saves too."""
-    return [
-        p
-        for p in module.parameters()
-        if any(piece.replica == 0 for piece in pieces_of(p)) and not getattr(p, "ds_pipe_replicated", False)
-    ]
+    kept = []
+    for param in module.parameters():
+        shard = shard_of(param)
+        # DeepSpeed flags the tied matrix of a later stage, too
+        if shard is not None and shard.replica == 0 and not getattr(param, "ds_pipe_replicated", False):
+            kept.append(param)
+    return kept
 
 
 def deal_owners(sizes: Sequence[int], ranks: int) -> list[int]:
@@ -61,7 +63,7 @@ class _Entry:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(b - a for a, b in self.run.box(self.piece.full_shape))
+        return tuple(b - a for a, b in self.run.cut.box(self.piece.full_shape))
 
 
 _Gather = tuple[nn.Parameter, str, int]  # parameter, kind, the dp x cp rank that gets its values and writes them
@@ -69,9 +71,9 @@ _Gather = tuple[nn.Parameter, str, int]  # parameter, kind, the dp x cp rank tha
 
 def _entries(param: nn.Parameter, kind: str, file: str) -> list[_Entry]:
     return [
-        _Entry(piece, param.requires_grad, kind, Run(file, piece.dim, piece.start, piece.stop))
+        _Entry(piece, param.requires_grad, kind, Run(file, piece.cut.dim, piece.cut.start, piece.cut.stop))
         for piece in pieces_of(param)
-        if piece.replica == 0 and piece.length
+        if piece.length
     ]
 
 

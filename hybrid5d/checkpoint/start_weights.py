@@ -25,7 +25,7 @@ from hybrid5d.hf.folder import (
 from hybrid5d.hf.spec import ModelSpec
 from hybrid5d.parallel.agree import together, world_axis
 from hybrid5d.parallel.context import Axis
-from hybrid5d.parallel.pieces import Piece, pieces_of
+from hybrid5d.parallel.shard import Piece, pieces_of
 from hybrid5d.plan.tensors import shapes
 
 __all__ = ["LoadReport", "TensorFiles", "check_finite", "has_safetensors", "load_hf_weights", "zero_padding"]
@@ -71,18 +71,10 @@ class TensorFiles:
         return part
 
 
-def piece_box(piece: Piece) -> tuple[slice, ...]:
-    """The piece as one slice per dimension of the whole HF tensor."""
-    box = [slice(0, n) for n in piece.full_shape]
-    if piece.dim is not None:
-        box[piece.dim] = slice(piece.start, piece.stop)
-    return tuple(box)
-
-
 def zero_padding(local: Tensor, pieces: Iterable[Piece]) -> None:
     """Zero the rows of a local tensor that no piece covers (vocabulary padding)."""
-    runs = sorted((p.offset, p.offset + p.length) for p in pieces if p.dim is not None)
-    dims = {p.dim for p in pieces if p.dim is not None}
+    runs = sorted((p.offset, p.offset + p.length) for p in pieces if p.cut.dim is not None)
+    dims = {p.cut.dim for p in pieces if p.cut.dim is not None}
     if not dims:
         return
     (dim,) = dims
@@ -110,7 +102,7 @@ def _fill(param: nn.Parameter, weights: HfWeights, files: TensorFiles, faults: l
             continue
         name = weights.source(piece.name)
         path, _ = weights.tensors[name]
-        part = files.read(path, name, piece_box(piece))
+        part = files.read(path, name, piece.cut.slices(piece.full_shape))
         piece.local_view(param.data).copy_(part)
         try:
             check_finite(part, name, path)
@@ -124,7 +116,7 @@ def _check_tie(part: Tensor, piece: Piece, name: str, weights: HfWeights, files:
     if not weights.tied or name != EMBEDDING or HEAD not in weights.tensors:
         return
     path, _ = weights.tensors[HEAD]
-    if not torch.equal(files.read(path, HEAD, piece_box(piece)).to(part.dtype), part):
+    if not torch.equal(files.read(path, HEAD, piece.cut.slices(piece.full_shape)).to(part.dtype), part):
         raise CheckpointError(f"{path}: {HEAD_DIFFERS}. Fix: {UNTIE}")
 
 

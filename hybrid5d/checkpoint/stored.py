@@ -1,4 +1,4 @@
-"""Runs of stored tensors -> any other cut of them: boxes are intersected and the overlaps copied."""
+"""Runs of stored tensors -> any other cut of them: what overlaps is copied."""
 
 from __future__ import annotations
 
@@ -6,32 +6,17 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hybrid5d.checkpoint.manifest import Run, StoredTensor
-from hybrid5d.checkpoint.start_weights import TensorFiles, piece_box
-from hybrid5d.parallel.pieces import Piece
-
-Box = tuple[tuple[int, int], ...]
-
-
-def overlap(a: Box, b: Box) -> Box | None:
-    """The intersection of two boxes; None where it is empty."""
-    both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
-    return None if any(lo >= hi for lo, hi in both) else both
-
-
-def _inside(box: Box, origin: Box) -> tuple[slice, ...]:
-    return tuple(slice(lo - first, hi - first) for (lo, hi), (first, _) in zip(box, origin))
+from hybrid5d.checkpoint.manifest import StoredTensor
+from hybrid5d.checkpoint.start_weights import TensorFiles
+from hybrid5d.parallel.shard import Piece
 
 
 def fill_from_runs(
     target: Tensor, piece: Piece, stored: StoredTensor, kind: str, folder: Path, reader: TensorFiles
 ) -> None:
     """Copy a piece of a stored tensor into `target`, reading only what overlaps with each run."""
-    wanted: Box = tuple((s.start, s.stop) for s in piece_box(piece))
-    runs: tuple[Run, ...] = stored.runs[kind]
-    for run in runs:
-        box = run.box(stored.shape)
-        common = overlap(wanted, box)
+    for run in stored.runs[kind]:
+        common = run.cut.overlap(piece.cut, stored.shape)
         if common is not None:
-            part = reader.read(folder / run.file, run.key(piece.name, kind), _inside(common, box))
-            target[_inside(common, wanted)].copy_(part)
+            in_run, in_piece = common
+            target[in_piece].copy_(reader.read(folder / run.file, run.key(piece.name, kind), in_run))

@@ -87,7 +87,7 @@ class Engine:
     """A model in training on this rank. Build it with `hybrid5d.engine.build.initialize`.
 
     Attributes:
-        plan: what was asked for; ctx: this rank's axes; module: this rank's layers (parameters carry `.pieces`);
+        plan: what was asked for; ctx: this rank's axes; module: this rank's layers (parameters carry `.shard`);
         ds: the DeepSpeed engine; global_step: optimizer steps done.
     """
 

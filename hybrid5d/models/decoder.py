@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.utils.checkpoint
@@ -20,19 +20,19 @@ from hybrid5d.hf.spec import ModelSpec
 from hybrid5d.models.batch import LocalBatch
 from hybrid5d.models.ops import apply_rotary, rms_norm, swiglu
 from hybrid5d.models.rope import rope_frequencies, rope_tables
-from hybrid5d.parallel.collectives import enter_tp
 from hybrid5d.parallel.context import Axis, ParallelContext
-from hybrid5d.parallel.pieces import Piece
-from hybrid5d.tensor_parallel.layers import (
+from hybrid5d.plan.tensors import kv_cut
+from hybrid5d.tensor_parallel import (
     ColumnParallelLinear,
+    HeadOptions,
     RowParallelLinear,
     VocabParallelEmbedding,
-    annotate,
+    VocabShard,
     column_linear,
-    even_slice,
-    replicated_piece,
+    linear_cross_entropy,
+    linear_logprobs,
+    replicated,
 )
-from hybrid5d.tensor_parallel.loss import VocabShard, linear_cross_entropy, linear_logprobs
 
 EMBEDDING = "model.embed_tokens"
 AttentionFactory = Callable[[], ContextParallelAttention]
@@ -60,82 +60,43 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, name: str, axis: Axis, *, partial: bool):
         super().__init__()
         self.eps = eps
-        weight = nn.Parameter(torch.ones(size))
-        self.weight = annotate(weight, [replicated_piece(name, (size,), axis)], sharded=False, partial=partial)
+        self.weight = replicated(nn.Parameter(torch.ones(size)), axis, name, partial=partial)
 
     def forward(self, x: Tensor, batch: LocalBatch | None = None) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
 
-def kv_head_slice(num_kv_heads: int, axis: Axis) -> tuple[int, int, int, int]:
-    """Which kv heads a tp rank holds: (first, past the last, replica number, replicas).
-
-    Heads are cut evenly where tp divides them; where tp is a multiple of them each head is held by tp/heads neighbours.
-
-    Raises:
-        ValueError: neither divides the other.
-    """
-    if num_kv_heads % axis.size == 0:
-        start, stop = even_slice(num_kv_heads, axis, "num_key_value_heads")
-        return start, stop, 0, 1
-    if axis.size % num_kv_heads:
-        raise ValueError(f"num_key_value_heads={num_kv_heads} and tensor-parallel size {axis.size}: neither divides")
-    copies = axis.size // num_kv_heads
-    head = axis.rank // copies
-    return head, head + 1, axis.rank % copies, copies
-
-
 class QKVProjection(nn.Module):
-    """Query, key and value projections fused and cut by heads: [b, s, H] -> q [b,s,q/n,d], k, v [b,s,kv/n,d].
+    """Query, key and value projections cut by heads: [b, s, H] -> q [b, s, q/n, d], k, v [b, s, kv/n, d].
 
-    kv heads fewer than tp are replicated over neighbouring ranks: their weights then form a parameter of their own,
-    whose gradients are summed over the sharing ranks once a step and whose norm only the first of them counts.
+    One matrix; two where kv heads fewer than tp are shared by neighbouring ranks, as only those of the second are
+    copies. Both read the same gathered input.
     """
 
     def __init__(self, spec: ModelSpec, prefix: str, axis: Axis, *, sequence_parallel: bool):
         super().__init__()
         self.axis, self.sequence_parallel, self.head_dim = axis, sequence_parallel, spec.head_dim
-        d, hidden = spec.head_dim, spec.hidden_size
-        q = even_slice(spec.num_attention_heads, axis, "num_attention_heads")
-        *kv, replica, copies = kv_head_slice(spec.num_key_value_heads, axis)
-        self.num_q, self.num_kv = q[1] - q[0], kv[1] - kv[0]
-
-        def runs(suffix: str, columns: tuple[int, ...]) -> tuple[list[Piece], list[Piece]]:
-            q_full, kv_full = spec.num_attention_heads * d, spec.num_key_value_heads * d
-            q_name = f"{prefix}.q_proj.{suffix}"
-            query = [Piece(q_name, (q_full, *columns), 0, q[0] * d, q[1] * d)]
-            rows, keys = kv[1] * d - kv[0] * d, []
-            for i, name in enumerate(("k_proj", "v_proj")):
-                full = (kv_full, *columns)
-                name = f"{prefix}.{name}.{suffix}"
-                keys.append(Piece(name, full, 0, kv[0] * d, kv[1] * d, i * rows, replica, copies))
-            return query, keys
-
-        self.weight = self._parameters_for(runs("weight", (hidden,)), copies, (hidden,))
-        self.bias = self._parameters_for(runs("bias", ()), copies, ()) if spec.attention_bias else None
-
-    @staticmethod
-    def _parameters_for(
-        runs: tuple[list[Piece], list[Piece]], copies: int, columns: tuple[int, ...]
-    ) -> nn.ParameterList:
-        query, keys = runs
-        q_rows, kv_rows = query[0].length, sum(p.length for p in keys)
-        if copies == 1:
-            shifted = [Piece(p.name, p.full_shape, 0, p.start, p.stop, p.offset + q_rows) for p in keys]
-            fused = nn.Parameter(torch.zeros(q_rows + kv_rows, *columns))
-            return nn.ParameterList([annotate(fused, query + shifted, sharded=True)])
-        q_param = annotate(nn.Parameter(torch.zeros(q_rows, *columns)), query, sharded=True)
-        kv_param = annotate(nn.Parameter(torch.zeros(kv_rows, *columns)), keys, sharded=True, partial=True)
-        return nn.ParameterList([q_param, kv_param])
+        heads, kv_heads = spec.num_attention_heads, spec.num_key_value_heads
+        if heads % axis.size:
+            raise ValueError(f"num_attention_heads={heads} is not a multiple of the tensor-parallel size {axis.size}")
+        kv = kv_cut(kv_heads, axis.size)
+        fused = (("q", "k", "v"),) if kv.copies == 1 else (("q",), ("k", "v"))
+        total = {"q": heads, "k": kv_heads, "v": kv_heads}
+        held = {"q": heads // axis.size, "k": kv.per_rank, "v": kv.per_rank}
+        self.splits = [tuple(held[x] for x in part) for part in fused]
+        parts = []
+        for part in fused:
+            sizes, names = [total[x] * spec.head_dim for x in part], [f"{prefix}.{x}_proj" for x in part]
+            shared = 1 if "q" in part else kv.copies
+            bias = spec.attention_bias
+            parts.append(ColumnParallelLinear(spec.hidden_size, sizes, axis, bias, sequence_parallel, names, shared))
+        self.parts = nn.ModuleList(parts)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        def whole(params: nn.ParameterList) -> Tensor:
-            return params[0] if len(params) == 1 else torch.cat(tuple(params))
-
-        bias = None if self.bias is None else whole(self.bias)
-        qkv = column_linear(x, whole(self.weight), bias, self.axis, self.sequence_parallel)
-        heads = qkv.view(*qkv.shape[:2], -1, self.head_dim)
-        q, k, v = heads.split((self.num_q, self.num_kv, self.num_kv), 2)
+        layers = cast(list[ColumnParallelLinear], list(self.parts))
+        outs = column_linear(x, [(p.weight, p.bias) for p in layers], self.axis, self.sequence_parallel)
+        heads = (y.unflatten(-1, (-1, self.head_dim)).split(n, 2) for y, n in zip(outs, self.splits))
+        q, k, v = (h for part in heads for h in part)
         return q, k, v
 
 
@@ -147,9 +108,7 @@ class SelfAttention(nn.Module):
         prefix, tp, sp = f"model.layers.{index}.self_attn", ctx.tp, ctx.sequence_parallel
         self.qkv = QKVProjection(spec, prefix, tp, sequence_parallel=sp)
         out = spec.num_attention_heads * spec.head_dim
-        self.out = RowParallelLinear(
-            out, spec.hidden_size, f"{prefix}.o_proj", tp, bias=spec.attention_out_bias, sequence_parallel=sp
-        )
+        self.out = RowParallelLinear(out, spec.hidden_size, tp, spec.attention_out_bias, sp, f"{prefix}.o_proj")
         self.q_norm = self.k_norm = None
         if spec.qk_norm:  # each rank sees only its heads, so these gradients are partial with or without SP
             self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, f"{prefix}.q_norm.weight", tp, partial=True)
@@ -183,13 +142,9 @@ class FeedForward(nn.Module):
     def __init__(self, spec: ModelSpec, index: int, ctx: ParallelContext):
         super().__init__()
         prefix, sp, size = f"model.layers.{index}.mlp", ctx.sequence_parallel, spec.intermediate_size
-        names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
-        self.gate_up = ColumnParallelLinear(
-            spec.hidden_size, (size, size), names, ctx.tp, bias=spec.mlp_bias, sequence_parallel=sp
-        )
-        self.down = RowParallelLinear(
-            size, spec.hidden_size, f"{prefix}.down_proj", ctx.tp, bias=spec.mlp_bias, sequence_parallel=sp
-        )
+        names, bias = (f"{prefix}.gate_proj", f"{prefix}.up_proj"), spec.mlp_bias
+        self.gate_up = ColumnParallelLinear(spec.hidden_size, (size, size), ctx.tp, bias, sp, names)
+        self.down = RowParallelLinear(size, spec.hidden_size, ctx.tp, bias, sp, f"{prefix}.down_proj")
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(swiglu(self.gate_up(x)))
@@ -220,25 +175,15 @@ class Embedding(VocabParallelEmbedding):
 
 
 def head_forward(
-    weight: Tensor,
-    vocab_start: int,
-    x: Tensor,
-    batch: LocalBatch,
-    spec: ModelSpec,
-    ctx: ParallelContext,
+    weight: Tensor, vocab: VocabShard, x: Tensor, batch: LocalBatch, ctx: ParallelContext
 ) -> Any:
     """x [b, s, H] ([b, s/n, H] with SP) against weight [V/n, H]; `batch.head` says what for.
 
     `loss`: fp32 sum of the cross entropy over this rank's valid tokens (equal on tp ranks).
     `logprobs`: (log-probability of each label, entropy), fp32 [b, s] each, no gradient.
     """
-    hidden = enter_tp(x, ctx.tp, ctx.sequence_parallel).reshape(-1, spec.hidden_size)
-    shard = VocabShard(ctx.tp, vocab_start, spec.vocab_size)
-    labels = batch.labels.reshape(-1)
-    if batch.head == "loss":
-        return linear_cross_entropy(hidden, weight, labels, shard)
-    logprobs, entropy = linear_logprobs(hidden, weight, labels, shard)
-    return logprobs.view_as(batch.labels), entropy.view_as(batch.labels)
+    compute = linear_cross_entropy if batch.head == "loss" else linear_logprobs
+    return compute(x, weight, batch.labels, vocab, HeadOptions(ctx.sequence_parallel))
 
 
 class Head(nn.Module):
@@ -246,12 +191,11 @@ class Head(nn.Module):
 
     def __init__(self, spec: ModelSpec, ctx: ParallelContext):
         super().__init__()
-        table = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, "lm_head", ctx.tp)
-        self.weight, self.vocab_start = table.weight, table.vocab_start
-        self.spec, self.ctx = spec, ctx
+        table = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, ctx.tp, name="lm_head")
+        self.weight, self.vocab, self.ctx = table.weight, table.vocab, ctx
 
     def forward(self, x: Tensor, batch: LocalBatch) -> Any:
-        return head_forward(self.weight, self.vocab_start, x, batch, self.spec, self.ctx)
+        return head_forward(self.weight, self.vocab, x, batch, self.ctx)
 
 
 def decoder_layers(
@@ -266,7 +210,7 @@ def decoder_layers(
     def embedding() -> nn.Module:
         pad = spec.pad_token_id  # HF's embedding gives this id no gradient; negative ids count from the end
         pad = pad + spec.vocab_size if pad is not None and pad < 0 else pad
-        return Embedding(spec.vocab_size, spec.hidden_size, EMBEDDING, ctx.tp, sequence_parallel=sp, padding_idx=pad)
+        return Embedding(spec.vocab_size, spec.hidden_size, ctx.tp, sp, pad, EMBEDDING)
 
     def block(index: int) -> Callable[[], nn.Module]:
         def build() -> nn.Module:
@@ -278,7 +222,7 @@ def decoder_layers(
 
     def tied_head(table: nn.Module, x: Tensor, batch: LocalBatch) -> Any:
         assert isinstance(table, Embedding)
-        return head_forward(table.weight, table.vocab_start, x, batch, spec, ctx)
+        return head_forward(table.weight, table.vocab, x, batch, ctx)
 
     tied = spec.tie_word_embeddings
     key = "embed_tokens" if tied else ""

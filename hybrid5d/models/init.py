@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from hybrid5d.parallel.pieces import Piece, pieces_of
+from hybrid5d.parallel.shard import Piece, fill_pieces
 
 
 def name_seed(seed: int, name: str) -> int:
@@ -18,23 +17,19 @@ def name_seed(seed: int, name: str) -> int:
 
 
 def initial_tensor(piece: Piece, seed: int, std: float) -> Tensor:
-    """The whole HF tensor in fp32: norms 1, biases 0, matrices normal(0, std)."""
+    """The whole HF tensor in fp32: norms 1, biases 0, matrices normal(0, std).
+
+    Raises:
+        ValueError: the piece has no name, so it would share its seed with others.
+    """
+    if not piece.name:
+        raise ValueError(f"a parameter cut from {piece.full_shape} has no name: give its layer one")
     if piece.name.endswith(".bias"):
-        return torch.zeros(piece.full_shape)
+        return torch.zeros(piece.full_shape, dtype=torch.float32)
     if len(piece.full_shape) == 1:
-        return torch.ones(piece.full_shape)
+        return torch.ones(piece.full_shape, dtype=torch.float32)
     generator = torch.Generator().manual_seed(name_seed(seed, piece.name))
-    return torch.empty(piece.full_shape).normal_(0.0, std, generator=generator)
-
-
-@torch.no_grad()
-def fill_pieces(module: nn.Module, source: Callable[[Piece], Tensor]) -> None:
-    """Write `piece.cut(source(piece))` into every parameter; uncovered rows (vocabulary padding) become zero."""
-    for param in module.parameters():
-        if pieces_of(param):
-            param.zero_()
-        for piece in pieces_of(param):
-            piece.local_view(param).copy_(piece.cut(source(piece)))
+    return torch.empty(piece.full_shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
 
 
 def init_weights(module: nn.Module, seed: int, std: float) -> None:

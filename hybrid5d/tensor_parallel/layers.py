@@ -1,79 +1,66 @@
-"""Linear and embedding layers cut over the tensor-parallel axis.
+"""Linear and embedding layers cut over the tensor-parallel axis; each takes its process group (or Axis) as an argument.
 
 After Shoeybi et al. 2019 (Megatron-LM, columns then rows) and Korthikanti et al. 2022 (sequence parallelism).
 Legend: b batch, s the rank's sequence (S/cp), H hidden, I in, O out features, V padded vocabulary, n = tp size.
 With `sequence_parallel` the outside of a pair of layers works on [b, s/n, H].
+
+Example, n = 2, b 1, s 8: x [1, 8, 16] (SP: [1, 4, 16]) -> ColumnParallelLinear(16, 64) [1, 8, 32] -> any pointwise
+function -> RowParallelLinear(64, 16) [1, 8, 16] (SP: [1, 4, 16]).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybrid5d.parallel.collectives import all_gather_seq, all_reduce, leave_tp, reduce_scatter_seq
 from hybrid5d.parallel.context import Axis
-from hybrid5d.parallel.pieces import Piece
+from hybrid5d.parallel.shard import Piece, Shard, fill_pieces, shard_of
+from hybrid5d.plan.cut import Cut
+from hybrid5d.tensor_parallel.gradients import annotate, replicated
+from hybrid5d.tensor_parallel.loss import VocabShard
 
-
-def annotate(param: nn.Parameter, pieces: Sequence[Piece], *, sharded: bool, partial: bool = False) -> nn.Parameter:
-    """Tag a parameter with what the rest of the system needs to know of it.
-
-    Args:
-        sharded: tp ranks hold different values. DeepSpeed's norm counts such a parameter on every tp rank
-            (`tensor_model_parallel`), others on tp rank 0 only (deepspeed runtime/utils.py).
-        partial: a rank's gradient covers only part of the data or heads, so pieces that several tp ranks share
-            must be summed over those ranks once a step (see tensor_parallel.gradients).
-    """
-    param.pieces = tuple(pieces)  # type: ignore[attr-defined]
-    param.tensor_model_parallel = sharded  # type: ignore[attr-defined]
-    param.partial_over_tp = partial  # type: ignore[attr-defined]
-    return param
-
-
-def even_slice(total: int, axis: Axis, what: str) -> tuple[int, int]:
-    """Start and stop of this rank's equal share of `total`.
-
-    Raises:
-        ValueError: the axis size does not divide `total`.
-    """
-    if total % axis.size:
-        raise ValueError(f"{what}={total} is not a multiple of the tensor-parallel size {axis.size}")
-    size = total // axis.size
-    return axis.rank * size, (axis.rank + 1) * size
+Group = Axis | dist.ProcessGroup | None
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """y = gather(x) W^T + b. Backward starts its collectives before the weight gradient and ends them after it."""
+    """y_i = gather(x) W_i^T + b_i for weights that read the same x: one collective each way serves them all.
+
+    Backward starts its collectives before the weight gradients and ends them after.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sp: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.sp, ctx.has_bias = axis, sp, bias is not None
+    def forward(ctx: Any, x: Tensor, axis: Axis, sp: bool, *params: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = params[::2], params[1::2]
+        ctx.save_for_backward(x, *weights)
+        ctx.axis, ctx.sp = axis, sp
         whole = all_gather_seq(x, axis).wait() if sp else x
-        return F.linear(whole, weight, bias)
+        return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases) if w is not None)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        (dy,) = grads
-        x, weight = ctx.saved_tensors
-        need_x, need_w, need_b = ctx.needs_input_grad[:3]
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        need_x, _, _, *needs = ctx.needs_input_grad
         # SP keeps only the shard of x and gathers it again: that is the memory it saves.
-        whole = all_gather_seq(x, ctx.axis) if ctx.sp and need_w else None
+        gathered = all_gather_seq(x, ctx.axis) if ctx.sp and any(needs[::2]) else None
         dx = None
         if need_x:
-            partial = dy.matmul(weight)
+            partial = dys[0].matmul(weights[0])
+            for dy, w in zip(dys[1:], weights[1:]):
+                partial += dy.matmul(w)
             dx = reduce_scatter_seq(partial, ctx.axis) if ctx.sp else all_reduce(partial, ctx.axis)
-        flat = dy.reshape(-1, dy.shape[-1])
-        dw = None
-        if need_w:
-            full_x = whole.wait() if whole is not None else x
-            dw = flat.t().matmul(full_x.reshape(-1, full_x.shape[-1]))
-        db = flat.sum(0) if ctx.has_bias and need_b else None
-        return dx.wait() if dx is not None else None, dw, db, None, None
+        whole = (x if gathered is None else gathered.wait()).flatten(0, -2) if any(needs[::2]) else x
+        grads: list[Tensor | None] = []
+        for dy, need_w, need_b in zip(dys, needs[::2], needs[1::2]):
+            flat = dy.flatten(0, -2)
+            grads += [flat.t().matmul(whole) if need_w else None, flat.sum(0) if need_b else None]
+        return dx.wait() if dx is not None else None, None, None, *grads
 
 
 class _RowLinear(torch.autograd.Function):
@@ -97,15 +84,17 @@ class _RowLinear(torch.autograd.Function):
         return dx, dw, None, None
 
 
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence_parallel: bool) -> Tensor:
-    """Functional column-parallel linear.
+def column_linear(
+    x: Tensor, params: Sequence[tuple[Tensor, Tensor | None]], axis: Axis, sequence_parallel: bool
+) -> tuple[Tensor, ...]:
+    """Column-parallel linear functions of one input; `params`: the (weight, bias) of each.
 
-    x: [b, s, I] ([b, s/n, I] with SP), weight [O/n, I] -> [b, s, O/n]. Forward all-gathers x over tp with SP; backward
-    all-reduces dx over tp (reduce-scatters with SP).
+    x: [b, s, I] ([b, s/n, I] with SP), weights [O_i/n, I] -> [b, s, O_i/n] each. Forward all-gathers x over tp with SP;
+    backward all-reduces dx over tp (reduce-scatters with SP), once for all.
     """
     if axis.size == 1:
-        return F.linear(x, weight, bias)
-    return _ColumnLinear.apply(x, weight, bias, axis, sequence_parallel)
+        return tuple(F.linear(x, weight, bias) for weight, bias in params)
+    return _ColumnLinear.apply(x, axis, sequence_parallel, *(p for pair in params for p in pair))
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence_parallel: bool) -> Tensor:
@@ -120,46 +109,75 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, seque
     return y if bias is None else y + bias
 
 
-class ColumnParallelLinear(nn.Module):
-    """Linear whose output features are cut: [b, s, I] -> [b, s, O/n] (input [b, s/n, I] with SP).
+def _draw_linear(layer: ColumnParallelLinear | RowParallelLinear) -> None:
+    """torch's values for nn.Linear: each whole tensor is drawn from the default generator, then cut."""
+    bound = 1 / math.sqrt(layer.in_features)
+    fill_pieces(layer, lambda piece: torch.empty(piece.full_shape).uniform_(-bound, bound))
 
-    Several HF tensors can be fused: `names` and `sizes` list them in order (`gate_proj`, `up_proj`); each is cut into n
-    equal runs. A plain layer passes one name.
+
+class ColumnParallelLinear(nn.Module):
+    """nn.Linear whose output features are cut: [b, s, I] -> [b, s, O/n]; with SP the input is [b, s/n, I].
+
+    Drawn as nn.Linear is, whole and then cut: ranks with the same random state hold parts of one matrix, whatever n.
+
+    Args:
+        out_features: O, or the sizes of several matrices fused into one, each cut into n equal runs.
+        group: the ranks to cut over: a process group, an Axis, or None for the default group.
+        names: the names of the fused tensors in a checkpoint (`...gate_proj`, `...up_proj`). A layer with names starts
+            at zero and is filled by name (`init_weights`, `load_hf_weights`), without a draw of its own.
+        copies: how many neighbouring ranks hold the same share (kv heads fewer than tp); their gradients are summed.
 
     Raises:
-        ValueError: tp does not divide one of the sizes.
+        ValueError: tp (over `copies`) does not divide one of the sizes.
     """
 
     def __init__(
         self,
         in_features: int,
-        sizes: Sequence[int],
-        names: Sequence[str],
-        axis: Axis,
-        *,
-        bias: bool = False,
+        out_features: int | Sequence[int],
+        group: Group = None,
+        bias: bool = True,
         sequence_parallel: bool = False,
+        names: Sequence[str] = (),
+        copies: int = 1,
     ):
         super().__init__()
-        self.axis, self.sequence_parallel = axis, sequence_parallel
-        w_pieces, b_pieces, offset = [], [], 0
-        for name, size in zip(names, sizes, strict=True):
-            start, stop = even_slice(size, axis, f"{name} out_features")
-            w_pieces.append(Piece(f"{name}.weight", (size, in_features), 0, start, stop, offset))
-            b_pieces.append(Piece(f"{name}.bias", (size,), 0, start, stop, offset))
-            offset += stop - start
-        sharded = axis.size > 1
-        self.weight = annotate(nn.Parameter(torch.empty(offset, in_features)), w_pieces, sharded=sharded)
-        self.bias = annotate(nn.Parameter(torch.zeros(offset)), b_pieces, sharded=sharded) if bias else None
+        self.axis, self.sequence_parallel = Axis.of(group), sequence_parallel
+        sizes = (out_features,) if isinstance(out_features, int) else tuple(out_features)
+        self.in_features, self.out_features = in_features, sum(sizes)
+        shares, mine = self.axis.size // copies, self.axis.rank // copies
+        rows, biases, offset = [], [], 0
+        for name, size in zip(names or ("",) * len(sizes), sizes, strict=True):
+            cut = Cut.even(0, size, shares, mine, f"{name} out_features".strip())
+            rows.append(Piece(name and f"{name}.weight", (size, in_features), cut, offset))
+            biases.append(Piece(name and f"{name}.bias", (size,), cut, offset))
+            offset += cut.length
+        partial = copies > 1
+        weight = nn.Parameter(torch.zeros(offset, in_features))
+        self.weight = annotate(weight, Shard(tuple(rows), self.axis, copies, partial))
+        self.bias = None
+        if bias:
+            zeros = nn.Parameter(torch.zeros(offset))
+            self.bias = annotate(zeros, Shard(tuple(biases), self.axis, copies, partial))
+        if not names:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new values; the same on every rank only where their random states are."""
+        _draw_linear(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        return column_linear(x, self.weight, self.bias, self.axis, self.sequence_parallel)
+        return column_linear(x, [(self.weight, self.bias)], self.axis, self.sequence_parallel)[0]
+
+    def extra_repr(self) -> str:
+        return _describe(self, f"out_features={self.out_features}/{self.axis.size}")
 
 
 class RowParallelLinear(nn.Module):
-    """Linear whose input features are cut: [b, s, I/n] -> [b, s, O] ([b, s/n, O] with SP).
+    """nn.Linear whose input features are cut: [b, s, I/n] -> [b, s, O]; with SP the output is [b, s/n, O].
 
-    The bias is replicated and added after the sum; with SP its gradient is partial and summed over tp once a step.
+    Drawn as nn.Linear is, whole and then cut. The bias is replicated and added after the sum; with SP each rank adds it
+    to its tokens only, so its gradient is summed over tp. `group`, `name` as in ColumnParallelLinear.
 
     Raises:
         ValueError: tp does not divide in_features.
@@ -169,71 +187,90 @@ class RowParallelLinear(nn.Module):
         self,
         in_features: int,
         out_features: int,
-        name: str,
-        axis: Axis,
-        *,
-        bias: bool = False,
+        group: Group = None,
+        bias: bool = True,
         sequence_parallel: bool = False,
+        name: str = "",
     ):
         super().__init__()
-        self.axis, self.sequence_parallel = axis, sequence_parallel
-        start, stop = even_slice(in_features, axis, f"{name} in_features")
-        piece = Piece(f"{name}.weight", (out_features, in_features), 1, start, stop)
-        weight = nn.Parameter(torch.empty(out_features, stop - start))
-        self.weight = annotate(weight, [piece], sharded=axis.size > 1)
+        self.axis, self.sequence_parallel = Axis.of(group), sequence_parallel
+        self.in_features, self.out_features = in_features, out_features
+        cut = Cut.even(1, in_features, self.axis.size, self.axis.rank, f"{name} in_features".strip())
+        piece = Piece(name and f"{name}.weight", (out_features, in_features), cut)
+        self.weight = annotate(nn.Parameter(torch.zeros(out_features, cut.length)), Shard((piece,), self.axis))
         self.bias = None
         if bias:
-            whole = replicated_piece(f"{name}.bias", (out_features,), axis)
             zeros = nn.Parameter(torch.zeros(out_features))
-            self.bias = annotate(zeros, [whole], sharded=False, partial=sequence_parallel)
+            self.bias = replicated(zeros, self.axis, name and f"{name}.bias", partial=sequence_parallel)
+        if not name:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new values; the same on every rank only where their random states are."""
+        _draw_linear(self)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.bias is not None and self.sequence_parallel and shard_of(self.bias) is None:
+            raise RuntimeError("this copy of the bias lost the sum of its gradient (deepcopy): build the layer anew")
         return row_linear(x, self.weight, self.bias, self.axis, self.sequence_parallel)
 
-
-def replicated_piece(name: str, shape: tuple[int, ...], axis: Axis) -> Piece:
-    """The piece of a parameter that every tp rank holds whole."""
-    return Piece(name, shape, None, 0, shape[0], 0, replica=axis.rank, num_replicas=axis.size)
+    def extra_repr(self) -> str:
+        return _describe(self, f"out_features={self.out_features}", f"/{self.axis.size}")
 
 
-def padded_vocab_size(vocab_size: int, axis_size: int) -> int:
-    """Vocabulary rounded up to a multiple of tp."""
-    return -(-vocab_size // axis_size) * axis_size
+def _describe(layer: ColumnParallelLinear | RowParallelLinear, out: str, cut: str = "") -> str:
+    sp = ", sequence_parallel=True" if layer.sequence_parallel else ""
+    return f"in_features={layer.in_features}{cut}, {out}, bias={layer.bias is not None}{sp}"
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embedding with rows cut over tp: ids [b, s] -> [b, s, H] all-reduced ([b, s/n, H] reduce-scattered with SP).
+    """nn.Embedding with rows cut over tp: ids [b, s] -> [b, s, H] all-reduced ([b, s/n, H] reduce-scattered with SP).
 
     The vocabulary is padded to a multiple of tp; padding rows stay zero, have no piece and are never looked up.
-    `padding_idx`: an id whose look-ups give no gradient, as in torch's Embedding.
+    Drawn as nn.Embedding is, whole and then cut. `group`, `name` as in ColumnParallelLinear.
+
+    Args:
+        padding_idx: an id whose look-ups give no gradient, as in torch's Embedding.
+
+    Attributes:
+        vocab: which columns of the logits this rank holds where the matrix serves as the head (tied embeddings).
     """
 
     def __init__(
         self,
-        vocab_size: int,
-        hidden_size: int,
-        name: str,
-        axis: Axis,
-        *,
+        num_embeddings: int,
+        embedding_dim: int,
+        group: Group = None,
         sequence_parallel: bool = False,
         padding_idx: int | None = None,
+        name: str = "",
     ):
         super().__init__()
-        self.axis, self.sequence_parallel, self.vocab_size = axis, sequence_parallel, vocab_size
-        self.rows = padded_vocab_size(vocab_size, axis.size) // axis.size
-        self.vocab_start = axis.rank * self.rows
-        stop = min(self.vocab_start + self.rows, vocab_size)
-        start = min(self.vocab_start, stop)
-        piece = Piece(f"{name}.weight", (vocab_size, hidden_size), 0, start, stop)
-        mine = padding_idx is not None and start <= padding_idx < stop
-        self.padding_idx = padding_idx - start if padding_idx is not None and mine else None
-        weight = nn.Parameter(torch.zeros(self.rows, hidden_size))
-        self.weight = annotate(weight, [piece], sharded=axis.size > 1)
+        self.axis, self.sequence_parallel = Axis.of(group), sequence_parallel
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.vocab = VocabShard.of(num_embeddings, self.axis)
+        start, rows = self.vocab.start, self.vocab.size
+        cut = Cut(0, min(start, num_embeddings), min(start + rows, num_embeddings))
+        here = padding_idx is not None and cut.start <= padding_idx < cut.stop
+        self.padding_idx = padding_idx - start if padding_idx is not None and here else None
+        piece = Piece(name and f"{name}.weight", (num_embeddings, embedding_dim), cut)
+        self.weight = annotate(nn.Parameter(torch.zeros(rows, embedding_dim)), Shard((piece,), self.axis))
+        if not name:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new values (normal, as nn.Embedding); the padding row is zero."""
+        fill_pieces(self, lambda piece: torch.empty(piece.full_shape).normal_())
+        if self.padding_idx is not None:
+            with torch.no_grad():
+                self.weight[self.padding_idx].zero_()
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.axis.size == 1:
             return F.embedding(ids, self.weight, self.padding_idx)
-        local = ids - self.vocab_start
-        outside = (local < 0) | (local >= self.rows)
-        rows = F.embedding(local.masked_fill(outside, 0), self.weight, self.padding_idx)
-        return leave_tp(rows.masked_fill(outside.unsqueeze(-1), 0.0), self.axis, self.sequence_parallel)
+        local, here = self.vocab.columns(ids)
+        rows = F.embedding(local, self.weight, self.padding_idx)
+        return leave_tp(rows.masked_fill(~here.unsqueeze(-1), 0.0), self.axis, self.sequence_parallel)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}/{self.axis.size}, {self.embedding_dim}"

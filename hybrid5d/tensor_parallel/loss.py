@@ -1,171 +1,277 @@
-"""Cross entropy, log-probabilities and entropy over a vocabulary cut over the tensor-parallel axis.
+"""Token losses, log-probabilities and entropy over a vocabulary cut over the tensor-parallel axis.
 
 Legend: T tokens, H hidden, V padded vocabulary, n = tp size. Logits are never gathered: a row's maximum and its sums
-cross the tp axis as T numbers. Padding columns of the vocabulary are -inf before the softmax, so they take no
-probability and no gradient. After Shoeybi et al. 2019; the head and its loss are fused and worked through in chunks of
-tokens, gradients computed in the forward pass as in Liger-Kernel (Hsu et al. 2024): one chunk of logits is alive.
+cross the tp axis as T numbers. Padding columns of the vocabulary are never computed, so they take no probability and no
+gradient. After Shoeybi et al. 2019; the head and its loss are fused and worked through in chunks of tokens, gradients
+computed in the forward pass as in Liger-Kernel (Hsu et al. 2024): one chunk of logits is alive.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from hybrid5d.parallel.collectives import all_reduce, all_reduce_max
+from hybrid5d.parallel.collectives import all_reduce, all_reduce_max, enter_tp
 from hybrid5d.parallel.context import Axis
 
-CHUNK_TOKENS = 1024
 IGNORE_INDEX = -100  # no target; the value HF and torch use
+_ROWS = 64  # rows of a chunk that are exponentiated at a time, so that no second chunk is alive
+
+Columns = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The columns this rank holds: [start, start + size); those at or past `vocab_size` are padding."""
+    """The columns of the logits this rank holds: [start, start + size); those at or past `vocab_size` are padding."""
 
     axis: Axis
     start: int
+    size: int
     vocab_size: int
 
+    @classmethod
+    def of(cls, vocab_size: int, group: Axis | dist.ProcessGroup | None = None) -> VocabShard:
+        """This rank's equal share of a vocabulary, padded to a multiple of the group's size."""
+        axis = Axis.of(group)
+        size = -(-vocab_size // axis.size)
+        return cls(axis, axis.rank * size, size, vocab_size)
 
-def _mask_padding(logits: Tensor, shard: VocabShard) -> Tensor:
-    real = shard.vocab_size - shard.start
-    if real < logits.shape[-1]:
-        logits[..., max(real, 0) :] = float("-inf")
-    return logits
+    @property
+    def real(self) -> int:
+        """How many of the columns are no padding."""
+        return min(max(self.vocab_size - self.start, 0), self.size)
+
+    def columns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The local column of each id (0 where it is not here), and whether it is here."""
+        local = ids - self.start
+        here = (local >= 0) & (local < self.real)
+        return local.masked_fill(~here, 0), here
 
 
-def _targets_here(targets: Tensor, shard: VocabShard, size: int) -> tuple[Tensor, Tensor]:
-    """Local column of each target and whether the target is valid and in this shard."""
-    local = targets - shard.start
-    here = (local >= 0) & (local < size) & (targets != IGNORE_INDEX)
-    return local.masked_fill(~here, 0), here
+@dataclass(frozen=True)
+class HeadOptions:
+    """How the head is applied.
 
-
-def _softmax_parts(logits: Tensor, targets: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Turn fp32 logits [T, V/n] into exp(logit - max), in place.
-
-    One max and one sum all-reduce of T numbers each over tp.
-    Returns:
-        exps [T, V/n], normaliser [T], the target's shifted logit [T] (0 where ignored), local columns, here.
+    Attributes:
+        sequence_parallel: the hidden states are the rank's part of the sequence, [b, s/n, H].
+        temperature: what the logits are divided by, in fp32.
+        chunk_tokens: how many tokens' logits are alive at a time.
     """
-    _mask_padding(logits, shard)
-    peak = all_reduce_max(logits.amax(-1), shard.axis)
-    logits.sub_(peak.unsqueeze(-1))
-    columns, here = _targets_here(targets, shard, logits.shape[-1])
-    target = logits.gather(-1, columns.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
-    exps = logits.exp_()
-    sums = all_reduce(torch.stack((exps.sum(-1), target)), shard.axis).wait()
-    return exps, sums[0], sums[1], columns, here
+
+    sequence_parallel: bool = False
+    temperature: float = 1.0
+    chunk_tokens: int = 1024
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+RuleResult = tuple[Tensor, Tensor, Tensor | None]
+
+
+@dataclass(frozen=True)
+class TokenRule:
+    """A loss that is a function of each token's log-probability, entropy and columns.
+
+    Attributes:
+        of: `of(logp, entropy, columns)`, fp32 [t] each, gives (loss, dloss/dlogp, dloss/dentropy), [t] each. What it
+            gives for tokens without a target is not used, so NaN there does no harm. Not seen by autograd.
+        entropy: whether the rule reads the entropy; without it `entropy` and the third result are None.
+    """
+
+    of: Callable[[Tensor, Tensor | None, Columns], RuleResult]
+    entropy: bool = False
+
+
+def _cross_entropy(logp: Tensor, entropy: Tensor | None, columns: Columns) -> RuleResult:
+    weight = columns.get("loss_weight")
+    return (-logp, -torch.ones_like(logp), None) if weight is None else (-logp * weight, -weight, None)
+
+
+CROSS_ENTROPY = TokenRule(_cross_entropy)  # times the column `loss_weight` where there is one
+
+
+class TokenLoss(NamedTuple):
+    """A loss summed over the valid tokens (fp32, equal on every tp rank), and what it was computed from.
+
+    logprobs, entropy: as `linear_logprobs` gives them, without a gradient; entropy is None where the rule needs none.
+    """
+
+    loss: Tensor
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
+class _Scores(NamedTuple):
+    """A chunk of t tokens: logits minus their row's maximum [t, V/n], where the targets are, and results [t]."""
+
+    shifted: Tensor
+    log_norm: Tensor
+    columns: Tensor
+    here: Tensor
+    logp: Tensor
+    entropy: Tensor | None
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _score(
+    hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, temperature: float, entropy: bool
+) -> _Scores:
+    """One max and one sum all-reduce of t (2t or 3t) numbers over tp."""
+    logits = hidden.matmul(weight.t()).to(_wide(hidden))
+    if temperature != 1.0:
+        logits.div_(temperature)
+    lowest = torch.finfo(logits.dtype).min
+    peak = logits.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:1], lowest)
+    logits.sub_(all_reduce_max(peak, shard.axis).unsqueeze(-1))
+    columns, here = shard.columns(targets)
+    sums = logits.new_zeros((3 if entropy else 2, logits.shape[0]))
+    buffer = logits.new_empty((_ROWS, logits.shape[1]))
+    for rows in _runs(logits.shape[0], _ROWS):
+        exps = torch.exp(logits[rows], out=buffer[: rows.stop - rows.start])
+        sums[0, rows] = exps.sum(-1)
+        if entropy:  # exp(s) * s; a product with s = -inf cannot come, the head's logits are finite
+            sums[2, rows] = exps.mul_(logits[rows]).sum(-1)
+    if logits.shape[-1]:
+        sums[1] = logits.gather(-1, columns.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
+    sums = all_reduce(sums, shard.axis).wait()
+    log_norm = sums[0].log()
+    logp = (sums[1] - log_norm).masked_fill(targets == IGNORE_INDEX, 0.0)
+    return _Scores(logits, log_norm, columns, here, logp, log_norm - sums[2] / sums[0] if entropy else None)
+
+
+def _gradient(scores: _Scores, d_logp: Tensor, d_entropy: Tensor | None) -> Tensor:
+    """dloss/dlogits, written over the chunk's logits.
+
+    With p the softmax and H the entropy: dlogp/dz_j = [j is the target] - p_j and dH/dz_j = -p_j (log p_j + H).
+    """
+    z = scores.shifted
+    buffer = z.new_empty((_ROWS if d_entropy is not None else 0, z.shape[1]))
+    for rows in _runs(z.shape[0], _ROWS):
+        log_p = z[rows].sub_(scores.log_norm[rows].unsqueeze(-1))
+        if d_entropy is None or scores.entropy is None:
+            log_p.exp_().mul_(-d_logp[rows].unsqueeze(-1))
+        else:
+            p = torch.exp(log_p, out=buffer[: rows.stop - rows.start])
+            log_p.add_(scores.entropy[rows].unsqueeze(-1)).mul_(-d_entropy[rows].unsqueeze(-1))
+            log_p.sub_(d_logp[rows].unsqueeze(-1)).mul_(p)
+    if z.shape[-1]:
+        z.scatter_add_(-1, scores.columns.unsqueeze(-1), (d_logp * scores.here).unsqueeze(-1))
+    return z
+
+
+def _runs(total: int, size: int) -> Iterator[slice]:
+    return (slice(begin, min(begin + size, total)) for begin in range(0, total, size))
+
+
+class _LinearTokenLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, chunk: int) -> Tensor:
-        need_h, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, rule: TokenRule,
+        columns: Columns, options: HeadOptions,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        need_h, need_w = ctx.needs_input_grad[:2]
+        wide, tokens = _wide(hidden), hidden.shape[0]
         grad_h = torch.empty_like(hidden) if need_h else None
-        grad_w = torch.zeros_like(weight, dtype=torch.float32) if need_w else None
-        total = hidden.new_zeros((), dtype=torch.float32)
-        for begin in range(0, hidden.shape[0], chunk):
-            end = min(begin + chunk, hidden.shape[0])
-            h, t = hidden[begin:end], targets[begin:end]
-            logits = h.matmul(weight.t()).float()
-            valid = t != IGNORE_INDEX
-            exps, norm, target, columns, here = _softmax_parts(logits, t, shard)
-            total += ((norm.log() - target) * valid).sum()
-            if not (need_h or need_w):
-                continue
-            exps.mul_((valid / norm).unsqueeze(-1))  # softmax, zero rows where ignored
-            exps.scatter_add_(-1, columns.unsqueeze(-1), -here.to(exps.dtype).unsqueeze(-1))
-            dlogits = exps.to(weight.dtype)
-            if grad_h is not None:
-                torch.matmul(dlogits, weight, out=grad_h[begin:end])
-            if grad_w is not None:
-                if grad_w.dtype == dlogits.dtype:
-                    grad_w.addmm_(dlogits.t(), h)
-                else:
-                    grad_w += dlogits.t().matmul(h)
+        grad_w = torch.zeros_like(weight, dtype=wide) if need_w else None
+        real_w, total = weight[: shard.real], hidden.new_zeros((), dtype=wide)
+        logprobs = hidden.new_empty(tokens, dtype=wide)
+        entropies = hidden.new_empty(tokens if rule.entropy else 0, dtype=wide)
+        for rows in _runs(tokens, options.chunk_tokens):
+            h, t = hidden[rows], targets[rows]
+            scores = _score(h, real_w, t, shard, options.temperature, rule.entropy)
+            loss, *slopes = rule.of(scores.logp, scores.entropy, {k: v[rows] for k, v in columns.items()})
+            ignored = t == IGNORE_INDEX
+            total += loss.masked_fill(ignored, 0.0).sum()
+            logprobs[rows] = scores.logp
+            if scores.entropy is not None:
+                entropies[rows] = scores.entropy
+            if need_h or need_w:
+                d_logp, d_entropy = (
+                    None if d is None else d.to(wide).masked_fill(ignored, 0.0) / options.temperature for d in slopes
+                )
+                assert d_logp is not None
+                dlogits = _gradient(scores, d_logp, d_entropy).to(weight.dtype)
+                if grad_h is not None:
+                    torch.matmul(dlogits, real_w, out=grad_h[rows])
+                if grad_w is not None and grad_w.dtype == dlogits.dtype:
+                    grad_w[: shard.real].addmm_(dlogits.t(), h)
+                elif grad_w is not None:
+                    grad_w[: shard.real] += dlogits.t().matmul(h)
+                del dlogits
+            del scores  # before the next chunk's logits are made
         ctx.save_for_backward(grad_h, grad_w)
         ctx.weight_dtype = weight.dtype
-        return total
+        ctx.mark_non_differentiable(logprobs, entropies)
+        return total, logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_h, grad_w = ctx.saved_tensors
-        scale = grads[0]
-        dh = None if grad_h is None else (grad_h * scale).to(grad_h.dtype)
-        dw = None if grad_w is None else (grad_w * scale).to(ctx.weight_dtype)
-        return dh, dw, None, None, None
+        dh = None if grad_h is None else (grad_h * grads[0]).to(grad_h.dtype)
+        dw = None if grad_w is None else (grad_w * grads[0]).to(ctx.weight_dtype)
+        return dh, dw, None, None, None, None, None
+
+
+def _entered(hidden: Tensor, targets: Tensor, shard: VocabShard, options: HeadOptions) -> tuple[Tensor, Tensor]:
+    """Hidden states of all tokens [T, H], their gradient to be summed over tp, and targets [T]."""
+    whole = enter_tp(hidden, shard.axis, options.sequence_parallel)
+    if whole.shape[:-1] != targets.shape:
+        raise ValueError(f"hidden states of {tuple(whole.shape[:-1])} tokens but targets {tuple(targets.shape)}")
+    return whole.reshape(-1, whole.shape[-1]), targets.reshape(-1)
+
+
+def linear_token_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    shard: VocabShard,
+    rule: TokenRule = CROSS_ENTROPY,
+    columns: Columns | None = None,
+    options: HeadOptions = HeadOptions(),
+) -> TokenLoss:
+    """The head `hidden weight^T / temperature` and a loss of its log-probabilities and entropies, fused.
+
+    hidden [..., H], the same on every tp rank ([b, s/n, H] with SP), weight [V/n, H], targets [...] (IGNORE_INDEX = no
+    target), columns [...] each. Backward all-reduces the gradient of hidden over tp (reduce-scatters with SP). Without
+    a valid target the loss and its gradients are exactly zero.
+
+    Raises:
+        ValueError: the shapes of hidden and targets do not belong together.
+    """
+    flat, t = _entered(hidden, targets, shard, options)
+    flat_columns = {name: c.reshape(-1) for name, c in (columns or {}).items()}
+    loss, logprobs, entropy = _LinearTokenLoss.apply(flat, weight, t, shard, rule, flat_columns, options)
+    shape = targets.shape
+    return TokenLoss(loss, logprobs.view(shape), entropy.view(shape) if rule.entropy else None)
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, chunk_tokens: int = CHUNK_TOKENS
+    hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, options: HeadOptions = HeadOptions()
 ) -> Tensor:
-    """Sum over valid tokens of the cross entropy of `hidden weight^T`; fp32 scalar, equal on every tp rank.
-
-    hidden [T, H] (replicated over tp), weight [V/n, H], targets [T] (IGNORE_INDEX = no target). The gradient of hidden
-    is this rank's partial one: put `enter_tp` in front, which sums it. Without a valid target the loss and its
-    gradients are exactly zero.
-    """
-    return _LinearCrossEntropy.apply(hidden, weight, targets, shard, chunk_tokens)
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, shard: VocabShard) -> Tensor:
-        work = logits.float()
-        work = work.clone() if work is logits or work.data_ptr() == logits.data_ptr() else work
-        exps, norm, target, columns, here = _softmax_parts(work, targets, shard)
-        ctx.save_for_backward(exps.div_(norm.unsqueeze(-1)), columns, here, targets)
-        ctx.dtype = logits.dtype
-        return (norm.log() - target) * (targets != IGNORE_INDEX)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        probs, columns, here, targets = ctx.saved_tensors
-        d = probs.clone()
-        d.scatter_add_(-1, columns.unsqueeze(-1), -here.to(d.dtype).unsqueeze(-1))
-        d.mul_((grads[0] * (targets != IGNORE_INDEX)).unsqueeze(-1))
-        return d.to(ctx.dtype), None, None
-
-
-def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, shard: VocabShard) -> Tensor:
-    """Per-token cross entropy of sharded logits [..., V/n] against targets [...]; 0 where ignored; fp32."""
-    return _CrossEntropy.apply(logits, targets, shard)
+    """Sum of the cross entropy over valid tokens; see `linear_token_loss`."""
+    return linear_token_loss(hidden, weight, targets, shard, options=options).loss
 
 
 @torch.no_grad()
 def linear_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, chunk_tokens: int = CHUNK_TOKENS
+    hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, options: HeadOptions = HeadOptions()
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target (0 where ignored) and entropy of each row; fp32 [T] each, equal on every tp rank.
+    """Log-probability of each target (0 where ignored) and entropy of each row; fp32 [...] each, equal on tp ranks.
 
-    hidden [T, H], weight [V/n, H]. Two all-reduces of T numbers and one for the entropy over tp.
+    hidden, weight, targets as in `linear_token_loss`. No gradient.
     """
-    logprobs, entropies = [], []
-    for begin in range(0, hidden.shape[0], chunk_tokens):
-        h, t = hidden[begin : begin + chunk_tokens], targets[begin : begin + chunk_tokens]
-        logits = h.matmul(weight.t()).float()
-        _mask_padding(logits, shard)
-        peak = all_reduce_max(logits.amax(-1), shard.axis)
-        shifted = logits - peak.unsqueeze(-1)
-        columns, here = _targets_here(t, shard, logits.shape[-1])
-        target = shifted.gather(-1, columns.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
-        exps = shifted.exp()
-        weighted = (exps * shifted.masked_fill(exps == 0, 0.0)).sum(-1)
-        sums = all_reduce(torch.stack((exps.sum(-1), target, weighted)), shard.axis).wait()
-        log_norm = sums[0].log()
-        logprobs.append((sums[1] - log_norm) * (t != IGNORE_INDEX))
-        entropies.append(log_norm - sums[2] / sums[0])
-    return torch.cat(logprobs), torch.cat(entropies)
-
-
-def vocab_parallel_argmax(logits: Tensor, shard: VocabShard) -> Tensor:
-    """Index of the largest real column of sharded logits [..., V/n]; the lowest on a tie. Two max over tp."""
-    work = _mask_padding(logits.float().clone(), shard)
-    value, index = work.max(-1)
-    best = all_reduce_max(value.clone(), shard.axis)
-    candidate = torch.where(value == best, index + shard.start, torch.iinfo(torch.int64).max)
-    return -all_reduce_max(-candidate, shard.axis)
+    flat, t = _entered(hidden, targets, shard, options)
+    results = []
+    for rows in _runs(flat.shape[0], options.chunk_tokens):
+        scores = _score(flat[rows], weight[: shard.real], t[rows], shard, options.temperature, entropy=True)
+        assert scores.entropy is not None
+        results.append(torch.stack((scores.logp, scores.entropy)))
+        del scores
+    logp, entropy = torch.cat(results, 1) if results else flat.new_zeros((2, 0), dtype=_wide(flat))
+    return logp.view(targets.shape), entropy.view(targets.shape)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from hybrid5d.parallel.shard import pieces_of
 from tests.engine_kit import Layout, Shards, assemble, build_engine, relative
 from tests.harness import RankFailure, run_ranks
 from tests.kit import MODELS, Recipe, make_rows, save_model, step_batch
@@ -29,11 +30,11 @@ def _state_of(engine: Any) -> dict[str, Shards]:
     for kind in ("weight", *access.moments()):
         found[kind] = []
         for p in engine.module.parameters():
-            if getattr(p, "pieces", ()) and (p.requires_grad or kind == "weight"):
+            if pieces_of(p) and (p.requires_grad or kind == "weight"):
                 whole = access.gather(p, kind, 0)
                 if whole is not None:
                     values = whole.float().reshape(getattr(p, "ds_shape", p.shape))
-                    found[kind] += [(piece, piece.local_view(values).numpy().copy()) for piece in p.pieces]
+                    found[kind] += [(piece, piece.local_view(values).numpy().copy()) for piece in pieces_of(p)]
     return found
 
 
@@ -183,7 +184,7 @@ def _train_load_train(rank: int, layout: Layout, folder: str, root: str) -> Any:
 
     access = engine.state.optimizer
     for p in engine.module.parameters():  # DeepSpeed's own view of the moments is of the restored ones
-        if getattr(p, "pieces", ()):
+        if pieces_of(p):
             whole, seen = access.gather(p, "exp_avg", 0), safe_get_full_optimizer_state(p, "exp_avg")
             assert whole is None or torch.equal(whole, seen.view_as(whole))
     return first, again

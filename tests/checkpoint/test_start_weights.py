@@ -21,8 +21,10 @@ from hybrid5d.hf.spec import ModelSpec, parse_hf_config
 from hybrid5d.models.decoder import decoder_layers
 from hybrid5d.parallel.agree import together
 from hybrid5d.parallel.context import Axis, ParallelContext
-from hybrid5d.parallel.pieces import Piece, pieces_of
+from hybrid5d.parallel.shard import Piece, Shard, pieces_of
+from hybrid5d.plan.cut import Cut
 from hybrid5d.plan.layout import ParallelLayout
+from hybrid5d.tensor_parallel import annotate
 from tests.kit import MODELS, save_model
 
 ONE = Axis.single()
@@ -71,7 +73,7 @@ def test_parameters_are_cuts_of_hf_tensors(folders: dict[str, Path], name: str, 
         for param in module.parameters():
             assert pieces_of(param)
             for piece in pieces_of(param):
-                assert torch.equal(piece.local_view(param), piece.cut(full[piece.name])), piece
+                assert torch.equal(piece.local_view(param), piece.of(full[piece.name])), piece
             assert not param[~covered(param)].any(), "padding is not zero"
 
 
@@ -86,7 +88,7 @@ def test_sharded_folder_and_bf16_parameters(folders: dict[str, Path], tmp_path: 
     load_hf_weights(module, tmp_path, spec_in(folders["qwen2"]))
     for param in module.parameters():
         for piece in pieces_of(param):
-            assert torch.equal(piece.local_view(param), piece.cut(full[piece.name]).to(torch.bfloat16))
+            assert torch.equal(piece.local_view(param), piece.of(full[piece.name]).to(torch.bfloat16))
 
 
 def test_tied_head_stage_reads_the_embedding_under_either_name(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -98,7 +100,7 @@ def test_tied_head_stage_reads_the_embedding_under_either_name(folders: dict[str
         load_hf_weights(last, folder, spec)
         head = last[1].weight
         (piece,) = pieces_of(head)
-        assert piece.name == "model.embed_tokens.weight" and torch.equal(piece.local_view(head), piece.cut(table))
+        assert piece.name == "model.embed_tokens.weight" and torch.equal(piece.local_view(head), piece.of(table))
 
 
 def test_tied_model_whose_head_differs_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -154,7 +156,7 @@ def test_each_rank_reads_its_slices_alone(folders: dict[str, Path], monkeypatch:
         module = build(spec, tp, rank)
         report = load_hf_weights(module, folder, spec)
         pieces = [p for q in module.parameters() for p in pieces_of(q)]
-        mine = sum(4 * p.cut(torch.empty(p.full_shape)).numel() for p in pieces)
+        mine = sum(4 * p.of(torch.empty(p.full_shape)).numel() for p in pieces)
         assert report.bytes_read == CountingOpen.total == mine
         read.append(report.bytes_read)
     # norms are whole on every rank, kv heads on two of four
@@ -195,7 +197,8 @@ def test_a_parameter_of_ones_own_with_several_pieces(folders: dict[str, Path]) -
     name = "model.layers.0.mlp.up_proj.weight"
     module = nn.Module()
     module.mixed = nn.Parameter(torch.full((10, 32), 7.0))
-    module.mixed.pieces = (Piece(name, (64, 32), 0, 5, 8, 1), Piece(name, (64, 32), 0, 60, 63, 6))  # type: ignore
+    pieces = (Piece(name, (64, 32), Cut(0, 5, 8), 1), Piece(name, (64, 32), Cut(0, 60, 63), 6))
+    annotate(module.mixed, Shard(pieces, Axis.single()))
     module.free = nn.Parameter(torch.full((3,), 7.0))
     load_hf_weights(module, folders["llama"], spec_in(folders["llama"]))
     want = torch.zeros(10, 32)

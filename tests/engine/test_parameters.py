@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hybrid5d.data.types import Document
+from hybrid5d.parallel.shard import pieces_of
 from tests.engine_kit import Job, Layout, build_engine, compare, train_layout
 from tests.harness import run_ranks
 from tests.kit import (
@@ -98,7 +99,7 @@ def _padding_rank(rank: int, layout: Layout, folder: str, rows: list[Document]) 
     def load_and_poison(module: torch.nn.Module, *args: Any) -> None:
         load(module, *args)
         for param in module.parameters():
-            piece = param.pieces[0]
+            piece = pieces_of(param)[0]
             if piece.name in ("lm_head.weight", "model.embed_tokens.weight") and param.shape[0] > piece.length:
                 with torch.no_grad():
                     param[piece.length :] = 10.0

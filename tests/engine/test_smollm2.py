@@ -94,7 +94,7 @@ def compare(
         for piece, values in held:
             seen.add(piece.name)
             full = torch.from_numpy(want.weights[piece.name])
-            np.testing.assert_allclose(values, piece.cut(full).numpy(), atol=1e-5, rtol=0, err_msg=piece.name)
+            np.testing.assert_allclose(values, piece.of(full).numpy(), atol=1e-5, rtol=0, err_msg=piece.name)
     assert seen == names
 
 

@@ -21,7 +21,7 @@ from hybrid5d.engine.deepspeed.pipeline_module import HybridPipelineModule
 from hybrid5d.models.batch import LocalBatch
 from hybrid5d.parallel.collectives import all_reduce
 from hybrid5d.parallel.context import Axis, ParallelContext
-from hybrid5d.tensor_parallel.gradients import sum_in_backward, sum_partial_gradients
+from hybrid5d.tensor_parallel import defer_partial_sums, sum_partial_gradients
 
 TRACKERS = ("tensorboard", "wandb", "csv_monitor", "comet")
 
@@ -41,6 +41,7 @@ class PipelineAdapter(PipelineEngine):
         self._received = self._forwarded = 0
         self.max_in_flight = 0
         super().__init__(**kwargs)
+        defer_partial_sums(self.module.parameters())  # once a step: see _exec_reduce_tied_grads
         self._results: list[Any] = []
 
     # --- one step ---------------------------------------------------------------------------------------------------
@@ -56,7 +57,7 @@ class PipelineAdapter(PipelineEngine):
             schedule.TrainSchedule(micro_batches=len(batches), stages=self.num_stages, stage_id=self.stage_id)
         )
         self._drain()
-        return torch.zeros((), device=self.device) if self.total_loss is None else self.total_loss
+        return torch.zeros((), dtype=torch.float32, device=self.device) if self.total_loss is None else self.total_loss
 
     def infer(self, batches: Sequence[LocalBatch]) -> list[Any]:
         """Head outputs of each micro-batch on the last stage, [] elsewhere; no gradients."""
@@ -158,7 +159,7 @@ class PipelineAdapter(PipelineEngine):
         # keeps them elsewhere (S5); both are done here, on the tensor the optimizer uses.
         if getattr(self.optimizer, "use_grad_accum_attribute", False):
             self.optimizer.fill_grad_accum_attribute()
-        sum_partial_gradients(self.module.parameters(), self.ctx.tp, self.gradient)
+        sum_partial_gradients(self.module.parameters(), self.gradient)
         for weight, group in self.module.get_tied_weights_and_groups():
             grad = self.gradient(weight)
             if grad is not None:
@@ -180,14 +181,12 @@ class PipelineAdapter(PipelineEngine):
 class PlainAdapter(DeepSpeedEngine):
     """The plain engine at pp 1 for ZeRO 2 and 3, which reduce gradients while backward runs.
 
-    Partial gradients are therefore summed over tp in the backward pass itself.
+    Partial gradients are therefore summed over tp in the backward pass itself, as the layers do by default.
     """
 
     def __init__(self, ctx: ParallelContext, **kwargs: Any):
         super().__init__(**kwargs)
         self.ctx = ctx
-        for param in self.module.parameters():
-            sum_in_backward(param, ctx.tp)
         if self.zero_optimization_stage() == 3:
             self._count_replicas_once()
 
@@ -205,7 +204,7 @@ class PlainAdapter(DeepSpeedEngine):
 
     def train_step(self, batches: Sequence[LocalBatch], scales: Sequence[float]) -> Tensor:
         self.module.train()
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
         for i, (batch, scale) in enumerate(zip(batches, scales, strict=True)):
             self.set_gradient_accumulation_boundary(i == len(batches) - 1)
             loss = DeepSpeedEngine.forward(self, None, batch) * scale

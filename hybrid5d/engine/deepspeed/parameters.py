@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hybrid5d.errors import ConfigError, ConfigErrors
-from hybrid5d.parallel.pieces import pieces_of
+from hybrid5d.parallel.shard import pieces_of, shard_of
 
 
 def decays(param: nn.Parameter) -> bool:
@@ -39,6 +39,20 @@ def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
             group["weight_decay"] = 0.0
         groups.append(group)
     return groups
+
+
+def tag_for_deepspeed(module: nn.Module) -> None:
+    """Say in DeepSpeed's terms what each parameter's shard says, for its gradient norm (0.19.8, runtime/utils.py).
+
+    It counts parameters with `tensor_model_parallel` on every tp rank, others on tp rank 0 only, and none with
+    `ds_pipe_replicated`: all copies of kv heads but the first.
+    """
+    for param in module.parameters():
+        shard = shard_of(param)
+        if shard is not None and shard.is_cut:
+            param.tensor_model_parallel = True  # type: ignore[attr-defined]
+            if shard.replica:
+                param.ds_pipe_replicated = True  # type: ignore[attr-defined]
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -15,6 +15,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
+from hybrid5d.engine.deepspeed.parameters import tag_for_deepspeed
 from hybrid5d.models.batch import LocalBatch
 from hybrid5d.models.decoder import LayerDef
 from hybrid5d.parallel.context import ParallelContext
@@ -112,19 +113,12 @@ class HybridPipelineModule(PipelineModule):
             raise RuntimeError(f"rank {ctx.rank}: DeepSpeed places it at {at}, the layout at {mine}")
         kinds = [layer.kind for layer in layers[self._local_start : self._local_stop]]
         self._segments = self._plan_segments(kinds)
-        self._mark_replicas()
+        tag_for_deepspeed(self)
 
     def _partition_layers(self, method: str = "given") -> None:
         stage = self._topo.get_coord(self.global_rank).pipe
         self.parts = list(self._bounds)
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
-
-    def _mark_replicas(self) -> None:
-        """Copies of kv heads count once in the norm: flag all but the first (DeepSpeed skips `ds_pipe_replicated`)."""
-        for param in self.parameters():
-            pieces = getattr(param, "pieces", ())
-            if getattr(param, "tensor_model_parallel", False) and any(p.replica for p in pieces):
-                param.ds_pipe_replicated = True
 
     def _plan_segments(self, kinds: Sequence[str]) -> list[tuple[int, int, bool]]:
         """Runs of layers as (start, stop, recompute)."""
