@@ -111,7 +111,7 @@ def engine_step(folder: str, axis: str, world: int, shape: Shape) -> Callable[[]
             "optim": {"lr": 1e-4}, "lr_sched": {"lr_decay_style": "constant"},
         },
     })  # fmt: skip
-    engine = initialize(build_plan(config, world, training=False))
+    engine = initialize(build_plan(config, world, "translate"))
     documents = [Document(row, shift_labels(row), i) for i, row in enumerate(rows_of(shape))]
     mine = documents[engine.ctx.dp.rank :: engine.ctx.dp.size]
     batch = StepBatch(tuple(((d,),) for d in mine), tuple(range(shape.rows)))

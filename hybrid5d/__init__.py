@@ -27,7 +27,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigErrors: everything that is wrong, one line each.
     """
-    from hybrid5d.rlinf.load import load_config as load
+    from hybrid5d.load import load_config as load
 
     return load(path, overrides)
 

@@ -1,19 +1,18 @@
 """Errors a user can cause. One line each, collected, raised together.
 
-All of them in one start, also where the YAML itself has faults. A key whose value cannot be used (wrong type or range,
-a reference that dangles, a key that an unknown one may have meant) is *spoilt*: it becomes a hole in the config that
-later rules read (`RunConfig.without`), and a rule that reads a hole is left out (`judged`). So a later fault that is
-told holds whatever the spoilt keys are mended to; no default stands in for what the user wrote.
+All of them in one start, also where the YAML itself has faults: a `Rule` says which keys it reads, and one that reads a
+key without a usable value (wrong type or range, a reference that dangles, a key that an unknown one may have meant) is
+left out. So a later fault that is reported holds whatever the invalid keys are mended to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 EXIT_REFUSED = 2  # exit code of every refusal
+Subject = TypeVar("Subject")
 
 
 @dataclass(frozen=True)
@@ -34,17 +33,27 @@ class ConfigError:
         return {"key": self.key, "value": self.value, "rule": self.rule, "fix": self.fix}
 
 
-class SpoiltKey(Exception):
-    """A key without a usable value was read, so nothing that depends on it can be judged. Never reaches the user."""
+@dataclass(frozen=True)
+class Rule(Generic[Subject]):
+    """A check and the keys that decide it; `reads` may name whole blocks."""
+
+    check: Callable[[Subject], list[ConfigError]]
+    reads: tuple[str, ...]
 
 
-def judged(rules: Iterable[Callable[..., list[ConfigError]]], *args: Any) -> list[ConfigError]:
-    """What each rule finds; a rule that reads a spoilt key is left out whole."""
-    errors: list[ConfigError] = []
-    for rule in rules:
-        with suppress(SpoiltKey):
-            errors += rule(*args)
-    return errors
+def reads(*keys: str) -> Callable[[Callable[[Subject], list[ConfigError]]], Rule[Subject]]:
+    """Makes a `Rule` of a function."""
+    return lambda check: Rule(check, keys)
+
+
+def run_rules(rules: Iterable[Rule[Subject]], subject: Subject, unknown: Collection[str] = ()) -> list[ConfigError]:
+    """Every violation, in the order of the rules; those that read one of the `unknown` keys are left out."""
+    return [error for rule in rules if not touches(rule.reads, unknown) for error in rule.check(subject)]
+
+
+def touches(keys: Iterable[str], others: Collection[str]) -> bool:
+    """True where a key equals one of `others`, lies in it, or holds it."""
+    return any(k == o or k.startswith(f"{o}.") or o.startswith(f"{k}.") for k in keys for o in others)
 
 
 def best_effort(find: Callable[[], list[ConfigError]]) -> list[ConfigError]:

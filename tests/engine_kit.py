@@ -84,7 +84,7 @@ def build_engine(layout: Layout, recipe: Recipe, folder: str, global_batch: int)
     from hybrid5d.plan.run import build_plan
 
     config = RunConfig.model_validate(config_dict(layout, recipe, folder, global_batch))
-    return initialize(build_plan(config, layout.world, training=False))
+    return initialize(build_plan(config, layout.world, "translate"))
 
 
 Shards = list[tuple[Piece, np.ndarray]]

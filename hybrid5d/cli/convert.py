@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
+from hybrid5d.config.classify import owner
 from hybrid5d.config.schema import schema_keys
 from hybrid5d.config.tree import get, nearest
 from hybrid5d.errors import EXIT_REFUSED, ConfigErrors
 from hybrid5d.plan.convert import Translation, translate
 from hybrid5d.plan.outputs import REPORT, json_text, plan_files, write_files
-from hybrid5d.rlinf.classify import owner
 
 FORMATS = ("text", "json")
 
@@ -75,7 +75,7 @@ def _explain(result: Translation, key: str, format_: str) -> None:
     story = key_story(result, key)
     if not story:
         known = [*schema_keys(), *(e["key"] for e in result.report)]
-        near = nearest(key, known, 0.6)
+        near = nearest(key, known)
         _fail(
             f"--explain {key}: neither the file nor the schema has this key"
             + (f". Did you mean {near}?" if near else "")
@@ -93,7 +93,6 @@ def _explain(result: Translation, key: str, format_: str) -> None:
 
 def key_story(result: Translation, key: str) -> list[dict[str, Any]]:
     """Everything known about a key, or about each key of a block."""
-    account = result.account
     story = []
     for line in result.report:
         path = line["key"]
@@ -101,7 +100,7 @@ def key_story(result: Translation, key: str) -> list[dict[str, Any]]:
             continue
         found = schema_keys().get(owner(path) or "")
         entry: dict[str, Any] = {"key": path, "value": line["value"]}
-        written = get(account.raw, path)
+        written = get(result.keys.raw, path)
         if written is not None and written != line["value"]:
             entry["written as"] = written
         entry |= {"disposition": line["disposition"], "target": line["target"], "why": line["why"]}
@@ -116,9 +115,9 @@ def key_story(result: Translation, key: str) -> list[dict[str, Any]]:
         refused = "; ".join(str(e) for e in result.errors if e.key == path)
         if refused:
             entry["refused"] = refused
-        told = [n for n in result.notices if path in n or f"{name}=" in n or n.startswith(f"{name} ")]
-        if told:
-            entry["notice"] = "; ".join(told)
+        about = [n for n in result.notices if path in n or f"{name}=" in n or n.startswith(f"{name} ")]
+        if about:
+            entry["notice"] = "; ".join(about)
         story.append(entry)
     return story
 

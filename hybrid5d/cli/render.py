@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hybrid5d.config.classify import OTHER_COMPONENT
 from hybrid5d.plan.convert import Translation
-from hybrid5d.rlinf.classify import OTHER_COMPONENT
 
 TITLES = {
     "overridden": "Overridden: another key wins",
@@ -22,10 +22,8 @@ TITLES = {
 
 def console(stderr: bool = False) -> Console:
     """A console that wraps nothing and colours only terminals."""
-    found = Console(stderr=stderr, highlight=False, soft_wrap=False)
-    if not found.is_terminal:
-        found = Console(stderr=stderr, highlight=False, width=200, no_color=True)
-    return found
+    terminal = Console(stderr=stderr, highlight=False, soft_wrap=False)
+    return terminal if terminal.is_terminal else Console(stderr=stderr, highlight=False, width=200, no_color=True)
 
 
 def show(value: Any) -> str:
@@ -51,7 +49,7 @@ def translation_text(out: Console, result: Translation) -> None:
     data = result.to_dict()
     out.print(
         Text(
-            f"{data['verdict'].upper()}: {result.account.path}", style="bold green" if not result.errors else "bold red"
+            f"{data['verdict'].upper()}: {result.keys.path}", style="bold green" if not result.errors else "bold red"
         )
     )
     if result.errors:

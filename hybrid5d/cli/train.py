@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from hybrid5d.errors import EXIT_REFUSED, HybridError
-from hybrid5d.launch.preflight import Words
+from hybrid5d.launch.preflight import Argv
 from hybrid5d.launch.start import LAUNCHERS, launch
+from hybrid5d.plan.draft import Purpose
 
 Run = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run: one of ours, or RLinf's on Megatron")]
 Overrides = Annotated[
@@ -26,17 +27,19 @@ Launcher = Annotated[
 
 def train(run: Run, overrides: Overrides = None, num_procs: NumProcs = None, launcher: Launcher = None) -> None:
     """Train. Exit 0: the run reached its end; 2: refused, with every reason; else failed."""
-    _start(run, overrides, num_procs, launcher, evaluate=False)
+    _start(run, overrides, num_procs, launcher, "train")
 
 
 def evaluate(run: Run, overrides: Overrides = None, num_procs: NumProcs = None, launcher: Launcher = None) -> None:
     """Loss and perplexity over data.val_data_paths: start weights, or the checkpoint that runner.resume_dir names."""
-    _start(run, overrides, num_procs, launcher, evaluate=True)
+    _start(run, overrides, num_procs, launcher, "eval")
 
 
-def _start(run: Path, overrides: list[str] | None, num_procs: int | None, launcher: str | None, evaluate: bool) -> None:
+def _start(
+    run: Path, overrides: list[str] | None, num_procs: int | None, launcher: str | None, purpose: Purpose
+) -> None:
     try:
-        code = launch(Words(run, tuple(overrides or ())), num_procs, launcher, evaluate=evaluate)
+        code = launch(Argv(run, tuple(overrides or ())), num_procs, launcher, purpose)
     except HybridError as exc:
         sys.stderr.write(f"{exc}\n")
         code = EXIT_REFUSED

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid5d.config import tree as trees
+from hybrid5d.config.tree import copied, drop, get, has, leaves, merge, nearest, put
 from hybrid5d.config.yaml_file import parse_yaml
 from hybrid5d.errors import ConfigError, ConfigErrors
+
+_OPEN = ("cluster.component_placement.", "actor.deepspeed.")  # mappings whose keys are not the schema's
 
 
 @dataclass(frozen=True)
@@ -20,8 +22,8 @@ class Override:
     value: Any = None
 
 
-def parse_overrides(words: Sequence[str]) -> list[Override]:
-    """Parse command-line words.
+def parse_overrides(words: Sequence[str], readings: list[str] | None = None) -> list[Override]:
+    """Parse command-line words; `readings` as in `parse_yaml`.
 
     Raises:
         ConfigErrors: words that are not of the form; all of them.
@@ -30,7 +32,7 @@ def parse_overrides(words: Sequence[str]) -> list[Override]:
     errors: list[ConfigError] = []
     for word in words:
         try:
-            parsed.append(_parse(word))
+            parsed.append(_parse(word, readings))
         except ConfigErrors as exc:
             errors.extend(exc.errors)
     if errors:
@@ -38,7 +40,7 @@ def parse_overrides(words: Sequence[str]) -> list[Override]:
     return parsed
 
 
-def _parse(word: str) -> Override:
+def _parse(word: str, readings: list[str] | None) -> Override:
     name, equals, text = word.partition("=")
     action = "set"
     for prefix, meaning in (("++", "force"), ("+", "add"), ("~", "remove")):
@@ -47,9 +49,8 @@ def _parse(word: str) -> Override:
             break
     name = name.strip()
     if not name or any(not part for part in name.split(".")) or any(c.isspace() for c in name):
-        raise ConfigErrors(
-            [ConfigError("", None, f"override {word!r} has no key", "write key=value, +key=value or ~key")]
-        )
+        fix = "write key=value, +key=value or ~key"
+        raise ConfigErrors([ConfigError("", None, f"override {word!r} has no key", fix)])
     if action == "remove":
         return Override(action, name)
     if not equals:
@@ -57,7 +58,7 @@ def _parse(word: str) -> Override:
     if not text.strip():
         return Override(action, name, "")
     try:
-        return Override(action, name, parse_yaml(text, f"override {word!r}"))
+        return Override(action, name, parse_yaml(text, f"override {word!r}", readings))
     except ConfigErrors:
         if text.lstrip()[:1] in "[{\"'":
             raise
@@ -73,63 +74,38 @@ def apply_overrides(
         the new tree, {path: what happened} for the report, and the words that were refused. `known` are keys that may
         be set without `+` though the file does not have them.
     """
-    result = trees.merge({}, tree)
+    result = copied(tree)
     known = set(known)
-    told: dict[str, str] = {}
+    applied: dict[str, str] = {}
     errors: list[ConfigError] = []
     for o in overrides:
-        exists = trees.has(result, o.key)
+        exists = has(result, o.key)
         if o.action == "remove":
-            if not exists:
+            if drop(result, o.key):
+                applied[o.key] = "removed on the command line"
+            else:
                 errors.append(_absent(o, result, known, f"~{o.key}: there is no such key"))
-                continue
-            result = _without(result, o.key)
-            told[o.key] = "removed on the command line"
         elif o.action == "add" and exists:
-            errors.append(
-                ConfigError(
-                    o.key, o.value, "+key adds a key, and this one exists", f"write {o.key}=... or ++{o.key}=..."
-                )
-            )
+            rule, fix = "+key adds a key, and this one exists", f"write {o.key}=... or ++{o.key}=..."
+            errors.append(ConfigError(o.key, o.value, rule, fix))
         elif o.action == "set" and not exists and not _settable(o.key, known):
             errors.append(_absent(o, result, known, "neither the file nor the schema has this key"))
         else:
-            result = trees.merge(result, _nest(o.key, o.value))
-            if not isinstance(o.value, dict):
-                result = _replace(result, o.key, o.value)
-            told[o.key] = "set on the command line"
-    return result, told, errors
+            old = get(result, o.key)
+            both = isinstance(old, dict) and isinstance(o.value, dict)
+            put(result, o.key, merge(old, o.value) if both else o.value)
+            applied[o.key] = "set on the command line"
+    return result, applied, errors
 
 
 def _settable(name: str, known: set[str]) -> bool:
-    open_maps = ("cluster.component_placement.", "actor.deepspeed.")
-    return name in known or name.startswith(open_maps) or any(k.startswith(f"{name}.") for k in known)
+    return name in known or name.startswith(_OPEN) or any(k.startswith(f"{name}.") for k in known)
 
 
 def _absent(o: Override, tree: Mapping[str, Any], known: set[str], rule: str) -> ConfigError:
-    present = [path for path, _ in trees.leaves(tree)]
-    near = trees.nearest(o.key, [*known, *present])
+    present = [path for path, _ in leaves(tree)]
+    near = nearest(o.key, [*known, *present])
     hint = (
         f"did you mean {near}?" if near else f"write +{o.key}=... to add it" if o.action == "set" else "drop the word"
     )
     return ConfigError(o.key, o.value, rule, hint)
-
-
-def _nest(path: str, value: Any) -> dict[str, Any]:
-    for part in reversed(path.split(".")):
-        value = {part: value}
-    return value
-
-
-def _replace(tree: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    head, _, rest = path.partition(".")
-    inner = tree.get(head)
-    new = _replace(inner if isinstance(inner, dict) else {}, rest, value) if rest else value
-    return {**tree, head: new}
-
-
-def _without(tree: dict[str, Any], path: str) -> dict[str, Any]:
-    head, _, rest = path.partition(".")
-    if not rest:
-        return {k: v for k, v in tree.items() if k != head}
-    return {**tree, head: _without(tree[head], rest)}

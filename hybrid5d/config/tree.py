@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 MISSING = object()
+NEAR = 0.75  # similarity from which a name is worth a hint
 
 
 def get(tree: Any, path: str, default: Any = None) -> Any:
@@ -25,12 +26,16 @@ def has(tree: Any, path: str) -> bool:
 
 def put(tree: dict[str, Any], path: str, value: Any) -> None:
     """Set a path, making mappings on the way (a non-mapping on the way is replaced)."""
-    *parents, last = path.split(".")
-    for part in parents:
-        if not isinstance(tree.get(part), dict):
-            tree[part] = {}
-        tree = tree[part]
-    tree[last] = value
+    put_at(tree, path.split("."), value)
+
+
+def put_at(tree: dict[str, Any], names: Sequence[str], value: Any) -> None:
+    """`put` by names, which may hold dots."""
+    for name in names[:-1]:
+        if not isinstance(tree.get(name), dict):
+            tree[name] = {}
+        tree = tree[name]
+    tree[names[-1]] = value
 
 
 def drop(tree: dict[str, Any], path: str) -> bool:
@@ -52,16 +57,28 @@ def merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, value) of every leaf. Lists and empty mappings are leaves."""
+def copied(value: Any) -> Any:
+    """A copy that shares no mapping and no list."""
+    if isinstance(value, dict):
+        return {k: copied(v) for k, v in value.items()}
+    return [copied(v) for v in value] if isinstance(value, list) else value
+
+
+def walk(tree: Any, here: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(names, value) of every leaf. Lists and empty mappings are leaves."""
     if isinstance(tree, dict) and tree:
         for name, value in tree.items():
-            yield from leaves(value, f"{prefix}.{name}" if prefix else str(name))
-    elif prefix:
-        yield prefix, tree
+            yield from walk(value, (*here, str(name)))
+    elif here:
+        yield here, tree
 
 
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.75) -> str | None:
+def leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+    """`walk` with dotted paths; names that hold dots themselves are not told apart."""
+    return ((".".join(names), value) for names, value in walk(tree))
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = NEAR) -> str | None:
     """The most similar known name, or None where nothing is similar."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return found[0] if found else None
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return close[0] if close else None

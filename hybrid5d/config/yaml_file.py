@@ -19,11 +19,11 @@ _FLOAT = re.compile(
     r"""^(?:[-+]?(?:[0-9][0-9_]*)\.[0-9_]*(?:[eE][-+]?[0-9]+)?
     |[-+]?(?:[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)
     |\.[0-9_]+(?:[eE][-+]?[0-9]+)?
-    |[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+\.[0-9_]*
     |[-+]?\.(?:inf|Inf|INF)
     |\.(?:nan|NaN|NAN))$""",
     re.VERBOSE,
 )
+_ODD = re.compile(r"[-+]?(0[0-7_]+|[0-9][0-9_]*(:[0-5]?[0-9])+)$")  # octal by a leading 0, base 60 by a colon
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 
 
@@ -43,6 +43,20 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
                 seen.add(name.value)
         return super().construct_mapping(node, deep=deep)
 
+    def construct_yaml_int(self, node: Any) -> int:
+        """Remembers a text that people read otherwise than YAML 1.1."""
+        number = int(super().construct_yaml_int(node))
+        if _ODD.match(node.value) and (":" in node.value or int(node.value) != number):
+            number = _Odd(number)
+            number.text = node.value
+        return number
+
+
+class _Odd(int):
+    text: str
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_TIMESTAMP, "tag:yaml.org,2002:float")]
@@ -60,6 +74,7 @@ class _Copier:
 
     def __init__(self, where: str):
         self.where, self.nodes = where, 0
+        self.readings: list[str] = []
 
     def copy(self, value: Any, path: str, depth: int) -> Any:
         self.nodes += 1
@@ -71,6 +86,11 @@ class _Copier:
             return {self._key(k, path): self.copy(v, f"{path}.{k}".lstrip("."), depth + 1) for k, v in value.items()}
         if isinstance(value, list):
             return [self.copy(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
+        if isinstance(value, _Odd):
+            kind = "base 60" if ":" in value.text else "octal"
+            shown = f"{self.where}: {path}: YAML 1.1 reads {value.text} as {int(value)} ({kind})"
+            self.readings.append(f"{shown}; write {int(value)}, or quote it")
+            return int(value)
         if value is None or isinstance(value, (str, int, float, bool)):
             return value
         raise _fail(self.where, f"{path}: a {type(value).__name__} is no configuration value", "write it as text")
@@ -81,8 +101,9 @@ class _Copier:
         raise _fail(self.where, f"{path or 'top level'}: {name!r} cannot be a key", "use a plain name")
 
 
-def parse_yaml(text: str, where: str) -> Any:
-    """Plain data of a YAML document; `where` names it in errors.
+def parse_yaml(text: str, where: str, readings: list[str] | None = None) -> Any:
+    """Plain data of a YAML document; `where` names it in errors. `readings` gets a notice of each number that is not
+    what it looks like.
 
     Raises:
         ConfigErrors: not YAML, a duplicate key, a cycle, an anchor bomb, or a type that no config has.
@@ -98,7 +119,11 @@ def parse_yaml(text: str, where: str) -> Any:
         raise _fail(where, f"nested deeper than {MAX_DEPTH} levels") from None
     except (ValueError, TypeError, OverflowError, AttributeError) as exc:
         raise _fail(where, f"a value cannot be read: {exc}") from None
-    return _Copier(where).copy(loaded, "", 0)
+    copier = _Copier(where)
+    data = copier.copy(loaded, "", 0)
+    if readings is not None:
+        readings += copier.readings
+    return data
 
 
 def read_text(path: Path) -> str:
@@ -117,14 +142,12 @@ def read_text(path: Path) -> str:
         raise _fail(str(path), f"cannot be read: {getattr(exc, 'strerror', None) or exc}") from None
 
 
-def read_mapping(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path, text: str | None = None, readings: list[str] | None = None) -> dict[str, Any]:
     """The mapping a YAML file holds ({} for an empty file)."""
-    data = parse_yaml(read_text(path), str(path))
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
+    data = parse_yaml(read_text(path) if text is None else text, str(path), readings)
+    if data is not None and not isinstance(data, dict):
         raise _fail(str(path), f"holds a {type(data).__name__}, not a mapping of keys")
-    return data
+    return data or {}
 
 
 class _Dumper(yaml.SafeDumper):

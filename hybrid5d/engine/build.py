@@ -22,7 +22,8 @@ from hybrid5d.models.decoder import LayerDef, decoder_layers
 from hybrid5d.models.dtypes import DTYPES
 from hybrid5d.models.init import init_weights
 from hybrid5d.parallel.context import Axis, ParallelContext
-from hybrid5d.plan.run import RunPlan, ranks_per_node
+from hybrid5d.plan.draft import ranks_per_node
+from hybrid5d.plan.run import RunPlan
 from hybrid5d.plan.sequence_rules import ulysses_degree
 
 LayerFactory = Callable[[ModelSpec, ParallelContext, Callable[[], ContextParallelAttention]], list[LayerDef]]

@@ -17,6 +17,7 @@ from importlib import metadata
 from typing import Any
 
 from hybrid5d.errors import ConfigError, ConfigErrors
+from hybrid5d.plan.deepspeed_keys import TRACKERS
 from hybrid5d.plan.run import RunPlan
 
 _INTEGERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -171,7 +172,7 @@ def _config_file_conflicts(path: str, ours: Mapping[str, Any]) -> list[ConfigErr
     fix = "convert the YAML again with the same overrides, or drop the file"
     return [
         ConfigError(f"{path}: {name}", theirs.get(name), f"the YAML gives {ours.get(name)!r}", fix)
-        for name in sorted({*theirs, *ours})
+        for name in sorted({*theirs, *ours} - TRACKERS)  # `convert` names trackers, in a run our metrics feed them
         if theirs.get(name) != ours.get(name)
     ]
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from hybrid5d.console import say
 from hybrid5d.errors import ConfigError, ConfigErrors
-from hybrid5d.launch.env import LaunchEnv
-from hybrid5d.launch.preflight import Words, default_processes, plan_run
+from hybrid5d.launch.preflight import Argv, plan_run
 from hybrid5d.launch.watch import EXIT_FAILED
+from hybrid5d.plan.draft import Purpose
 from hybrid5d.train.run_folder import RunFolder
 
 LAUNCHERS = ("deepspeed", "accelerate", "torchrun", "python")
@@ -24,7 +24,7 @@ WORKER = "hybrid5d.launch.worker"
 _PATIENCE_SECONDS = 15.0  # for a launcher to end its ranks after SIGTERM
 
 
-def launch(words: Words, num_procs: int | None, launcher: str | None, *, evaluate: bool = False) -> int:
+def launch(argv: Argv, num_procs: int | None, launcher: str | None, purpose: Purpose = "train") -> int:
     """Check, write the run directory, start `num_procs` ranks of the worker and wait; returns the exit code.
 
     0 means that rank 0 reported the end of the run, not only that the launcher returned 0: `deepspeed` does so too when
@@ -35,14 +35,14 @@ def launch(words: Words, num_procs: int | None, launcher: str | None, *, evaluat
     """
     faults = _launcher_faults(launcher, num_procs)
     try:
-        count = num_procs if num_procs is not None else default_processes(words, evaluate=evaluate)
-        faults = faults or _launcher_faults(launcher, count)
-        chosen = launcher or ("python" if count == 1 else "deepspeed")
-        plan, notices = plan_run(words, LaunchEnv(0, count, 0, count, chosen), evaluate=evaluate)
+        plan, notices = plan_run(argv, num_procs, purpose)
     except ConfigErrors as exc:
         raise ConfigErrors([*faults, *exc.errors]) from None
+    count, evaluate = plan.layout.world_size, purpose == "eval"
+    faults = faults or _launcher_faults(launcher, count)
     if faults:
         raise ConfigErrors(faults)
+    chosen = launcher or ("python" if count == 1 else "deepspeed")
     folder = RunFolder.of(plan)
     folder = RunFolder(folder / "eval") if evaluate else folder
     folder.prepare(plan)

@@ -21,10 +21,11 @@ from hybrid5d.data.build import eval_loader_from_plan, loader_from_plan
 from hybrid5d.data.loader import Loader
 from hybrid5d.errors import ConfigError, ConfigErrors
 from hybrid5d.launch.env import LaunchEnv, environment, settle_environment, threads_per_rank
-from hybrid5d.launch.preflight import Words, plan_run
+from hybrid5d.launch.preflight import Argv, plan_run
 from hybrid5d.launch.watch import Job
-from hybrid5d.plan.outputs import RESOLVED
-from hybrid5d.plan.run import RunPlan
+from hybrid5d.plan.draft import Purpose
+from hybrid5d.plan.outputs import read_settings
+from hybrid5d.plan.run import RunPlan, build_plan
 from hybrid5d.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -73,13 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse(sys.argv[1:] if argv is None else argv)
         env = LaunchEnv.read(os.environ, args.local_rank)
         job = Job(env)
-        plan, notices = plan_run(_words(args), env, evaluate=args.eval)
+        plan, notices = _plan(args, env)
         job.join()
-        told = notices if args.run_dir is None else ()  # the launcher of `hybrid5d train` told them
         if args.eval:
-            _evaluate(job, plan, told, args.run_dir)
+            _evaluate(job, plan, notices, args.run_dir)
         else:
-            _train(job, plan, told)
+            _train(job, plan, notices)
     except BaseException as exc:
         if isinstance(exc, SystemExit) and not exc.code and env.world_size == 1:
             raise  # --help
@@ -90,10 +90,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _words(args: argparse.Namespace) -> Words:
+def _plan(args: argparse.Namespace, env: LaunchEnv) -> tuple[RunPlan, tuple[str, ...]]:
+    """The plan, and what the user should know; the launcher of `hybrid5d train` has checked and said it already."""
+    purpose: Purpose = "eval" if args.eval else "train"
     if args.run_dir is None:
-        return Words(args.config, tuple(args.overrides))
-    return Words(args.run_dir / RESOLVED, tuple(args.overrides))
+        return plan_run(Argv(args.config, tuple(args.overrides)), env.world_size, purpose)
+    return build_plan(read_settings(args.run_dir), env.world_size, purpose), ()
 
 
 def _train(job: Job, plan: RunPlan, notices: Sequence[str]) -> None:

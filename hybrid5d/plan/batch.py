@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from hybrid5d.config.schema import RunConfig
 from hybrid5d.errors import ConfigError
-from hybrid5d.rlinf.keys import RL_TASKS
 
 
 @dataclass(frozen=True)
@@ -22,17 +21,12 @@ class BatchPlan:
     n_minibatches: int = 1
 
 
-def is_rl(config: RunConfig) -> bool:
-    """True where sizes follow RLinf's RL arithmetic instead of actor.global_batch_size."""
-    return config.runner.task_type in RL_TASKS and config.data.rollout_batch_size is not None
-
-
 def plan_batch(config: RunConfig, dp: int) -> tuple[BatchPlan, list[ConfigError]]:
     """The batch plan for `dp` data-parallel replicas, and every rule it breaks (the plan is nominal then)."""
     errors: list[ConfigError] = []
     sequences: int | None = None
     minibatches = 1
-    if is_rl(config):
+    if config.is_rl:
         key_g, key_m = "data.rollout_batch_size", "algorithm.training_batch_size_per_gpu"
         micro = config.algorithm.training_batch_size_per_gpu
         minibatches = config.algorithm.n_minibatches

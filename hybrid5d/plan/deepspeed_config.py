@@ -6,19 +6,22 @@ Context parallelism is folded into DeepSpeed's data axis, so `train_batch_size` 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from hybrid5d.config import tree as trees
 from hybrid5d.config.schema import RunConfig
-from hybrid5d.errors import ConfigError, SpoiltKey
+from hybrid5d.errors import ConfigError, touches
 from hybrid5d.plan.batch import BatchPlan
-from hybrid5d.plan.deepspeed_keys import AUTO_MEANS_DEFAULT, OWNED, SECTIONS, TOP_LEVEL
+from hybrid5d.plan.deepspeed_keys import AUTO_MEANS_DEFAULT, FORBIDDEN, SECTIONS, TOP_LEVEL, TRACKERS
+from hybrid5d.plan.emitted import Emitted
 from hybrid5d.plan.lr import build_schedule
 
 _BLOCK = "actor.deepspeed"
+_A, _O, _S = "actor.", "actor.optim.", "actor.lr_sched."
+_CP = "actor.model.context_parallel_size"
+_PRECISION = "actor.model.precision"
 
 
 @dataclass(frozen=True)
@@ -63,96 +66,121 @@ def offload_ratio(config: RunConfig) -> float:
     return fraction if asked_zero_stage(config) == 3 else float(math.ceil(fraction))
 
 
-def optimizer_block(config: RunConfig) -> dict[str, Any]:
-    """`optimizer` of the ds_config."""
-    optim = config.actor.optim
-    decay = build_schedule(config, 1).weight_decay(0)
-    if optim.optimizer == "sgd":
-        return {"type": "SGD", "params": {"lr": optim.lr, "momentum": optim.sgd_momentum, "weight_decay": decay}}
-    betas = [optim.adam_beta1, optim.adam_beta2]
-    params = {"lr": optim.lr, "betas": betas, "eps": optim.adam_eps, "weight_decay": decay}
-    return {"type": "AdamW", "params": {**params, "torch_adam": True, "adam_w_mode": True}}
+def emit_deepspeed(config: RunConfig, batch: BatchPlan, translation: bool) -> Emitted:
+    """Our part of the ds_config. `translation`: DeepSpeed feeds the trackers; in our runs our own metrics do."""
+    e = Emitted()
+    _emit_batch(e, config, batch)
+    e.emit("gradient_clipping", config.actor.optim.clip_grad, f"{_O}clip_grad")
+    _emit_optimizer(e, config)
+    _emit_zero(e, config)
+    e.emit("data_types.grad_accum_dtype", "fp32")
+    e.emit("communication_data_type", "fp32")
+    for name in ("pipe_partitioned", "grad_partitioned", "use_reentrant"):
+        e.emit(f"pipeline.{name}", False)
+    e.emit("steps_per_print", None, free=True)
+    if config.actor.optim.optimizer == "sgd":  # DeepSpeed knows torch's SGD only by this permission
+        e.emit("zero_allow_untested_optimizer", True, free=True)
+    _emit_precision(e, config)
+    if translation:
+        _emit_trackers(e, config)
+    return e
 
 
-def _own(config: RunConfig, batch: BatchPlan, precision: PrecisionPlan, cp: int) -> dict[str, Any]:
-    ds: dict[str, Any] = {
-        "train_batch_size": batch.global_batch_size * cp,
-        "train_micro_batch_size_per_gpu": batch.micro_batch_size,
-        "gradient_accumulation_steps": batch.gradient_accumulation_steps,
-        "gradient_clipping": config.actor.optim.clip_grad,
-        "optimizer": optimizer_block(config),
-        "zero_optimization": _zero(config),
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "communication_data_type": "fp32",
-        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False, "use_reentrant": False},
-        "steps_per_print": None,
-    }
-    if config.actor.optim.optimizer == "sgd":
-        ds["zero_allow_untested_optimizer"] = True  # DeepSpeed knows torch's SGD only by this permission
-    if precision.dtype == "bf16":
-        ds["bf16"] = {"enabled": True}
-    elif precision.dtype == "fp16":
-        ds["fp16"] = _fp16(precision)
-    ds.update(_monitors(config))
-    return ds
+def _emit_batch(e: Emitted, config: RunConfig, batch: BatchPlan) -> None:
+    degrees = ("world_size", *(f"actor.model.{n}_parallel_size" for n in ("tensor_model", "pipeline_model", "context")))
+    rows, micro = (f"{_A}global_batch_size",), f"{_A}micro_batch_size"
+    over: tuple[str, ...] = ()
+    if config.is_rl:
+        over = (*rows, micro)
+        rows = ("data.rollout_batch_size", "algorithm.group_size", "algorithm.n_minibatches")  # type: ignore[assignment]
+        micro = "algorithm.training_batch_size_per_gpu"
+    elif config.actor.global_batch_size is None:
+        rows = (*rows, micro, *degrees)  # type: ignore[assignment]
+    why = "RLinf's RL batch arithmetic overwrites it"
+    e.emit("train_batch_size", batch.global_batch_size * config.actor.model.context_parallel_size, *rows, _CP,
+           over=over, why=why)  # fmt: skip
+    e.emit("train_micro_batch_size_per_gpu", batch.micro_batch_size, micro)
+    e.emit("gradient_accumulation_steps", batch.gradient_accumulation_steps, *rows, micro, *degrees)
 
 
-def _zero(config: RunConfig) -> dict[str, Any]:
-    zero: dict[str, Any] = {
-        "stage": max(1, asked_zero_stage(config)),
-        "overlap_comm": config.actor.optim.overlap_grad_reduce,
-        "contiguous_gradients": False,
-    }
-    optim = config.actor.optim
+def _emit_optimizer(e: Emitted, config: RunConfig) -> None:
+    optim, sched = config.actor.optim, config.actor.lr_sched
+    sgd, path = optim.optimizer == "sgd", "optimizer.params"
+    e.emit("optimizer.type", "SGD" if sgd else "AdamW", f"{_O}optimizer")
+    e.emit(f"{path}.lr", optim.lr, f"{_O}lr")
+    if sgd:
+        e.emit(f"{path}.momentum", optim.sgd_momentum, f"{_O}sgd_momentum")
+    else:
+        e.emit(f"{path}.betas", [optim.adam_beta1, optim.adam_beta2], f"{_O}adam_beta1", f"{_O}adam_beta2")
+        e.emit(f"{path}.eps", optim.adam_eps, f"{_O}adam_eps")
+    ramp = sched.lr_decay_style != "constant" and sched.start_weight_decay is not None
+    over = [f"{_O}weight_decay"] if ramp and sched.end_weight_decay is not None else []
+    e.emit(
+        f"{path}.weight_decay", build_schedule(config, 1).weight_decay(0),
+        f"{_S}start_weight_decay" if ramp else f"{_O}weight_decay", over=over,
+    )  # fmt: skip
+    if not sgd:
+        e.emit(f"{path}.torch_adam", True)
+        e.emit(f"{path}.adam_w_mode", True)
+
+
+def _emit_zero(e: Emitted, config: RunConfig) -> None:
+    optim, zero = config.actor.optim, "zero_optimization"
+    switch = f"{_O}use_distributed_optimizer"
+    written = trees.has(config.actor.deepspeed, f"{zero}.stage")
+    e.emit(f"{zero}.stage", max(1, asked_zero_stage(config)), _BLOCK if written else switch,
+           over=[switch] if written else [], why=f"{_BLOCK}.{zero}.stage wins")  # fmt: skip
+    e.emit(f"{zero}.overlap_comm", optim.overlap_grad_reduce, f"{_O}overlap_grad_reduce", free=True)
+    e.emit(f"{zero}.contiguous_gradients", False, free=True)
     if optim.optimizer_cpu_offload and optim.optimizer_offload_fraction > 0:
-        zero["offload_optimizer"] = {"device": "cpu", "ratio": offload_ratio(config)}
+        key, ratio = f"{_O}optimizer_offload_fraction", offload_ratio(config)
+        changed = ratio != optim.optimizer_offload_fraction
+        e.emit(f"{zero}.offload_optimizer.device", "cpu", f"{_O}optimizer_cpu_offload", free=True)
+        e.emit(f"{zero}.offload_optimizer.ratio", ratio, *([] if changed else [key]), over=[key] if changed else [],
+               why="DeepSpeed offloads a part with ZeRO 3 only: all of it goes to the CPU", free=True)  # fmt: skip
     if config.actor.megatron.ddp_bucket_size is not None:
-        zero["reduce_bucket_size"] = config.actor.megatron.ddp_bucket_size
-    return zero
+        size = config.actor.megatron.ddp_bucket_size
+        e.emit(f"{zero}.reduce_bucket_size", size, "actor.megatron.ddp_bucket_size", free=True)
 
 
-def _fp16(precision: PrecisionPlan) -> dict[str, Any]:
-    if precision.loss_scale is not None:
-        return {"enabled": True, "loss_scale": precision.loss_scale}
-    return {
-        "enabled": True,
-        "loss_scale": 0,
-        "initial_scale_power": round(math.log2(precision.initial_loss_scale)),
-        "loss_scale_window": precision.loss_scale_window,
-        "hysteresis": precision.hysteresis,
-        "min_loss_scale": max(1, round(precision.min_loss_scale)),
-    }
+def _emit_precision(e: Emitted, config: RunConfig) -> None:
+    precision = plan_precision(config)
+    if precision.dtype != "fp32":
+        e.emit(f"{precision.dtype}.enabled", True, _PRECISION)
+    if precision.dtype != "fp16":
+        return
+    e.emit("fp16.loss_scale", precision.loss_scale or 0, f"{_O}loss_scale")
+    if precision.dynamic_loss_scale:
+        power = round(math.log2(precision.initial_loss_scale))
+        e.emit("fp16.initial_scale_power", power, f"{_O}initial_loss_scale")
+        e.emit("fp16.loss_scale_window", precision.loss_scale_window, f"{_O}loss_scale_window")
+        e.emit("fp16.hysteresis", precision.hysteresis, f"{_O}hysteresis")
+        e.emit("fp16.min_loss_scale", max(1, round(precision.min_loss_scale)), f"{_O}min_loss_scale")
 
 
-def _monitors(config: RunConfig) -> dict[str, Any]:
+def _emit_trackers(e: Emitted, config: RunConfig) -> None:
     runner, log = config.runner, config.runner.logger
     name = log.experiment_name or runner.experiment_name
     folder = log.log_path or f"{runner.output_dir}/{runner.experiment_name}"
-    blocks: dict[str, Any] = {}
-    if "tensorboard" in log.logger_backends:
-        blocks["tensorboard"] = {"enabled": True, "output_path": f"{folder}/tensorboard", "job_name": name}
-    if "wandb" in log.logger_backends:
-        blocks["wandb"] = {"enabled": True, "project": log.project_name, "group": name}
-    return blocks
+    blocks = {
+        "tensorboard": {"enabled": True, "output_path": f"{folder}/tensorboard", "job_name": name},
+        "wandb": {"enabled": True, "project": log.project_name, "group": name},
+    }
+    for tracker, block in blocks.items():
+        if tracker in log.logger_backends:
+            for key, value in block.items():
+                e.emit(f"{tracker}.{key}", value, "runner.logger", free=True)
 
 
-def build_deepspeed(config: RunConfig, batch: BatchPlan, precision: PrecisionPlan, cp: int) -> dict[str, Any]:
-    """The ds_config with `actor.deepspeed` merged last, without what that block may not say."""
-    own = _own(config, batch, precision, cp)
-    return trees.merge(own, _user_block(config.actor.deepspeed, own)[0])
+def merge_block(
+    e: Emitted, block: dict[str, Any], translation: bool, unknown: Collection[str] = ()
+) -> list[ConfigError]:
+    """Merge `actor.deepspeed` last; returns what it may not say.
 
-
-def block_rules(config: RunConfig, batch: Callable[[], BatchPlan]) -> list[ConfigError]:
-    """What `actor.deepspeed` may not say. Keys that we write ourselves are judged only where all of ours are known."""
-    own = None
-    with suppress(SpoiltKey):
-        own = _own(config, batch(), plan_precision(config), config.actor.model.context_parallel_size)
-    return _user_block(config.actor.deepspeed, own)[1]
-
-
-def _user_block(block: dict[str, Any], own: dict[str, Any] | None) -> tuple[dict[str, Any], list[ConfigError]]:
+    Args:
+        unknown: keys whose value is not known; nothing that was made of them is compared.
+    """
     errors: list[ConfigError] = []
-    result: dict[str, Any] = {}
     for name in block:
         if name not in TOP_LEVEL:
             near = trees.nearest(name, TOP_LEVEL)
@@ -163,12 +191,10 @@ def _user_block(block: dict[str, Any], own: dict[str, Any] | None) -> tuple[dict
     for path, value in trees.leaves({k: v for k, v in block.items() if k in TOP_LEVEL}):
         error = _section_fault(path, value)
         if error is None:
-            keep, error = _leaf(path, value, own)
-            if keep:
-                trees.put(result, path, value)
+            error = _merge_leaf(e, path, value, translation, unknown)
         if error is not None:
             errors.append(error)
-    return result, errors
+    return errors
 
 
 def _section_fault(path: str, value: Any) -> ConfigError | None:
@@ -188,33 +214,34 @@ def _section_fault(path: str, value: Any) -> ConfigError | None:
     return ConfigError(f"{_BLOCK}.{path}", value, "unknown DeepSpeed key", fix)
 
 
-def _leaf(path: str, value: Any, own: dict[str, Any] | None) -> tuple[bool, ConfigError | None]:
-    """(is it merged?, what is wrong with it)."""
+def _merge_leaf(e: Emitted, path: str, value: Any, translation: bool, unknown: Collection[str]) -> ConfigError | None:
+    """Merge one leaf of the user's block, or say what is wrong with it."""
     key = f"{_BLOCK}.{path}"
-    owned = next((k for k in OWNED if path == k or path.startswith(f"{k}.")), None)
-    if owned is None:
-        if value == "auto":
-            if path in AUTO_MEANS_DEFAULT:
-                return False, None
-            return False, ConfigError(
-                key, value, "'auto' has nothing to be taken from", "write a value, or remove the key"
-            )
-        if path != "zero_optimization.stage":
-            return True, None
-        if type(value) is not int or value not in (0, 1, 2, 3):
-            return False, ConfigError(key, value, "the stages are 0, 1, 2 and 3", "use 1")
-        return False, None  # `own` has it already, with 0 raised to 1
-    if own is None:
-        return False, None
-    ours = trees.get(own, path, trees.MISSING)
-    if value == "auto" and ours is not trees.MISSING:
-        return False, None  # resolved: ours stays
-    if path in ("optimizer.type",) and str(value).lower() == str(ours).lower():
-        return False, None
-    same_kind = isinstance(value, bool) == isinstance(ours, bool)
-    if same_kind and value == ours:
-        return False, None
-    instead = OWNED[owned]
+    if path == "zero_optimization.stage":  # emitted already, with 0 raised to 1
+        known = type(value) is int and value in (0, 1, 2, 3)
+        return None if known else ConfigError(key, value, "the stages are 0, 1, 2 and 3", "use 1")
+    ours = trees.get(e.tree, path, trees.MISSING)
+    if value == {} and isinstance(ours, dict):
+        return None
+    fixed = path in e.sources and path not in e.free
+    forbidden = next((k for k in FORBIDDEN if path == k or path.startswith(f"{k}.")), None)
+    if not translation and path.split(".")[0] in TRACKERS:
+        rule = "in a run hybrid5d's own metrics feed the trackers, not DeepSpeed"
+        return ConfigError(key, value, rule, "set runner.logger.logger_backends instead")
+    if not fixed and forbidden is None:
+        if value != "auto":
+            e.emit(path, value, _BLOCK, over=e.sources.get(path, ()), why=f"{key} wins", free=True)
+        elif path not in AUTO_MEANS_DEFAULT and ours is trees.MISSING:
+            return ConfigError(key, value, "'auto' has nothing to be taken from", "write a value, or remove the key")
+        return None
+    sources = [k for k in e.sources.get(path, ()) if k != "world_size"]
+    instead = sources[0] if sources else FORBIDDEN.get(forbidden or "", "")
+    if touches([*e.sources.get(path, ()), *([instead] if instead else [])], unknown):
+        return None
+    same = isinstance(value, bool) == isinstance(ours, bool) and value == ours
+    if path == "optimizer.type":
+        same = str(value).lower() == str(ours).lower()
+    if same or (value == "auto" and ours is not trees.MISSING):
+        return None
     rule = "hybrid5d writes this key itself" + (f", here {ours!r}" if ours is not trees.MISSING else "")
-    fix = f"set {instead} instead" if instead else "remove it"
-    return False, ConfigError(key, value, rule, fix)
+    return ConfigError(key, value, rule, f"set {instead} instead" if instead else "remove it")

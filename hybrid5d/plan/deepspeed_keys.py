@@ -58,13 +58,12 @@ SECTIONS: dict[str, frozenset[str]] = {
     "optimizer": _names("type params legacy_fusion"),
 }
 
-# Leaves that would change the numbers or the layout: key -> what to set in the YAML instead ("" = it is fixed).
-OWNED: dict[str, str] = {
-    "train_batch_size": "actor.global_batch_size",
-    "train_micro_batch_size_per_gpu": "actor.micro_batch_size",
-    "gradient_accumulation_steps": "actor.global_batch_size",
+TRACKERS = _names("tensorboard wandb csv_monitor comet")
+
+# Keys that would change the numbers or the layout, beside those that the plan emits: key -> what to set in the YAML
+# instead ("" = it is fixed).
+FORBIDDEN: dict[str, str] = {
     "managed_gradient_accumulation": "",
-    "gradient_clipping": "actor.optim.clip_grad",
     "optimizer": "actor.optim",
     "scheduler": "actor.lr_sched",
     "fp16": "actor.model.precision",
@@ -73,16 +72,11 @@ OWNED: dict[str, str] = {
     "bf16.bf16_master_weights_and_grads": "",
     "bf16.bf16_optimizer_states": "",
     "torch_autocast": "actor.model.precision",
-    "data_types.grad_accum_dtype": "",
     "data_types.param_dtype": "actor.model.precision",
-    "communication_data_type": "",
     "seq_parallel_communication_data_type": "",
     "prescale_gradients": "",
     "gradient_predivide_factor": "",
     "gradient_allreduce_op": "",
-    "pipeline.pipe_partitioned": "",
-    "pipeline.grad_partitioned": "",
-    "pipeline.use_reentrant": "",
     "pipeline.stages": "actor.model.pipeline_model_parallel_size",
     "pipeline.partition": "actor.model.decoder_first_pipeline_num_layers",
     "pipeline.activation_checkpoint_interval": "actor.model.recompute_granularity",

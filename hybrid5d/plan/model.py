@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hybrid5d.config.schema import RunConfig
-from hybrid5d.errors import ConfigError, ConfigErrors, SpoiltKey
-from hybrid5d.hf.folder import inspect_hf_folder, weights_wanted
+from hybrid5d.errors import ConfigError, ConfigErrors
 from hybrid5d.hf.spec import ModelSpec, parse_hf_config, read_hf_config
-from hybrid5d.plan.tensors import shapes
 
 _KEY = "actor.model.model_path"
 
@@ -50,21 +47,16 @@ def read_model(config: RunConfig, training: bool) -> ModelReading:
     folder = Path(path) if path else None
     if folder is not None and (folder / "config.json").is_file():
         _from_folder(folder, reading, training)
-        with suppress(SpoiltKey):
-            _compare(config, reading)
-        with suppress(SpoiltKey):
-            if training and reading.spec is not None and weights_wanted(config.actor.model.load_weights, folder):
-                reading.errors += inspect_hf_folder(folder, reading.spec, shapes(reading.spec))[1]
+        _compare(config, reading)
         return reading
     if training:
         reading.errors.append(_missing(path))
     model = config.actor.model
-    with suppress(SpoiltKey):  # with one number spoilt all are unknown: rules read them together
-        heads = model.num_attention_heads
-        reading.numbers = ModelNumbers(
-            model.num_layers, heads, model.num_query_groups or None, model.padded_vocab_size,
-            "the YAML" if model.num_layers or heads or model.num_query_groups else "", model.ffn_hidden_size,
-        )  # fmt: skip
+    heads = model.num_attention_heads
+    reading.numbers = ModelNumbers(
+        model.num_layers, heads, model.num_query_groups or None, model.padded_vocab_size,
+        "the YAML" if model.num_layers or heads or model.num_query_groups else "", model.ffn_hidden_size,
+    )  # fmt: skip
     return reading
 
 

@@ -58,7 +58,7 @@ def layout_document(plan: RunPlan) -> dict[str, Any]:
 def resolved_text(config: RunConfig) -> str:
     """resolved.yaml. Loading it gives an equal config, so a run from it is the same run."""
     tree = config.to_tree()
-    if config.runner.task_type != "sft" and config.data.rollout_batch_size is not None:
+    if config.is_rl:
         for path in ("actor.micro_batch_size", "actor.global_batch_size"):  # RL arithmetic decides both
             drop(tree, path)
     return _HEAD + dump_yaml(tree)

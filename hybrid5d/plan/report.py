@@ -1,55 +1,117 @@
-"""The account of every key: where it went, or why it has no place."""
+"""The account of every key: where it went, or why it has no place. Read from what the plan emitted."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from hybrid5d.config.classify import owner
+from hybrid5d.config.loaded import KeyReport
 from hybrid5d.config.schema import RunConfig, schema_keys
 from hybrid5d.config.tree import get, leaves
-from hybrid5d.plan.deepspeed_config import offload_ratio
+from hybrid5d.plan.emitted import Emitted
+from hybrid5d.plan.outputs import layout_summary
+from hybrid5d.plan.placement import components
 from hybrid5d.plan.run import RunPlan
-from hybrid5d.plan.targets import DEEPSPEED_TARGETS, engine_target
-from hybrid5d.rlinf.account import Account
-from hybrid5d.rlinf.classify import owner
 
-DISPOSITIONS = ("overridden", "dropped", "engine", "deepspeed", "defaulted")
-_MUST_AGREE = "must agree with actor.model.precision, which decides"
+_M, _S = "actor.model.", "actor.lr_sched."
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "padded_vocab_size",
+)
+_LENGTHS = ("runner.seq_length", f"{_M}seq_length", f"{_M}encoder_seq_length")
+
+
+def emit_engine(plan: RunPlan) -> Emitted:
+    """What no DeepSpeed key can say: the keys that the engine reads as they stand, and what the plan made of others."""
+    config, e = plan.config, Emitted()
+    cluster = ("cluster.num_nodes", "cluster.component_placement", "cluster.node_groups")
+    for name, value in layout_summary(plan).items():
+        e.emit(f"layout.{name}", value, *(cluster if name == "world_size" else ()))
+    for key, field in schema_keys().items():
+        to = (field.json_schema_extra or {}).get("to")
+        if to:
+            e.emit(to, _value(config, key), key)
+    flags = ("actor.optim.fp16", "actor.optim.bf16")
+    e.emit("precision", plan.precision.dtype, f"{_M}precision", over=flags,
+           why="must agree with actor.model.precision, which decides")  # fmt: skip
+    given = [key for key in _LENGTHS if _value(config, key) is not None] or [_LENGTHS[0]]
+    e.emit("seq_length", config.row_length, given[0], over=given[1:], why=f"{given[0]} is the row length")
+    for name in _SIZES:
+        if plan.model is not None:
+            e.lost[f"{_M}{name}"] = "config.json of the model folder wins"
+        else:
+            e.emit(f"model.{name}", _value(config, f"{_M}{name}"), f"{_M}{name}")
+    full = plan.recompute.granularity == "full"
+    for name in ("method", "num_layers"):
+        e.emit(f"recompute.{name}", getattr(plan.recompute, name), *([f"{_M}recompute_{name}"] if full else []))
+    _emit_schedule(e, plan)
+    e.emit("weight_decay_groups.decayed", "matrices and embeddings")
+    e.emit("weight_decay_groups.not_decayed", "biases and 1-D parameters (norms)")
+    budget, rl = plan.batch.max_tokens_per_micro_batch, config.is_rl
+    e.emit("dynamic_batch.max_tokens_per_micro_batch", budget,
+           *(["runner.max_tokens_per_mbs"] if plan.batch.dynamic else []))  # fmt: skip
+    e.emit("optimizer_steps_per_rl_step", plan.batch.n_minibatches if rl else None)
+    e.emit("multi_agent", config.algorithm.multi_agent, *(["algorithm.multi_agent"] if rl else []))
+    return e
+
+
+def _emit_schedule(e: Emitted, plan: RunPlan) -> None:
+    sched, shown = plan.config.actor.lr_sched, plan.schedule.to_dict()
+    decays, fraction = sched.lr_decay_style != "constant", sched.lr_warmup_fraction
+    iters = [f"{_S}lr_decay_iters"] if decays or fraction is not None else []
+    ramp = [f"{_S}{n}" for n in ("start_weight_decay", "end_weight_decay") if getattr(sched, n) is not None]
+    sources = {
+        "decay_steps": iters,
+        "warmup_steps": [f"{_S}lr_warmup_iters" if fraction is None else f"{_S}lr_warmup_fraction", *iters[:1]],
+        "warmup_init": [f"{_S}lr_warmup_init"],
+        "min_lr": [f"{_S}min_lr"] if decays else [],
+        "max_lr": ["actor.optim.lr"],
+        "weight_decay": [*ramp, *(["actor.optim.weight_decay"] if len(ramp) < 2 else [])] if decays else [],
+        "weight_decay_style": [f"{_S}weight_decay_incr_style"] if decays else [],
+    }
+    for name in ("wsd_decay_steps", "wsd_decay_style"):
+        sources[name] = [f"{_S}lr_{name.replace('steps', 'iters')}"] if sched.lr_decay_style == "WSD" else []
+    for name, value in shown.items():
+        if name != "style":
+            e.emit(f"schedule.{name}", value, *sources[name])
+    if fraction is not None:
+        e.lost[f"{_S}lr_warmup_iters"] = f"lr_warmup_fraction={fraction:g} wins"
 
 
 def entry(key: str, value: Any, disposition: str, target: str | None, why: str) -> dict[str, Any]:
-    """One line of the report."""
+    """One line of the report. `disposition`: deepspeed, engine, overridden, dropped or defaulted."""
     return {"key": key, "value": value, "disposition": disposition, "target": target, "why": why}
 
 
 def build_report(plan: RunPlan) -> list[dict[str, Any]]:
     """One entry per input key, then one per schema key that took its default."""
-    account: Account = plan.config.account or _bare_account(plan.config)
-    return report_of(account, plan)
+    keys = plan.config.keys
+    if keys is None:  # a config built in Python: its explicitly set fields are the input
+        tree = plan.config.model_dump(mode="json", exclude_unset=True)
+        keys = KeyReport(tree=tree, owned=dict(leaves(tree)))
+    return report_of(keys, plan)
 
 
-def _bare_account(config: RunConfig) -> Account:
-    """Stands in where a config was built in Python: its explicitly set fields are the input."""
-    tree = config.model_dump(mode="json", exclude_unset=True)
-    return Account(tree=tree, owned=dict(leaves(tree)))
-
-
-def report_of(account: Account, plan: RunPlan | None) -> list[dict[str, Any]]:
+def report_of(keys: KeyReport, plan: RunPlan | None) -> list[dict[str, Any]]:
     """The report of whatever was read; without a plan every key is accounted for as far as it was sorted."""
-    entries: dict[str, dict[str, Any]] = {}
-    for path, value in account.owned.items():
-        entries[path] = _owned(path, value, plan)
-    for path, (value, why) in account.overridden.items():
+    fates = None if plan is None else _fates(plan)
+    entries = {path: _owned(path, value, fates) for path, value in keys.owned.items()}
+    for path, (value, why) in keys.overridden.items():
         entries[path] = entry(path, value, "overridden", None, why)
-    for path, (value, why) in account.dropped.items():
+    for path, (value, why) in keys.dropped.items():
         entries[path] = entry(path, value, "dropped", None, why)
-    for path, target in account.aliases.items():
-        entries[path] = entry(
-            path, get(account.tree, path), "engine", target, f"read as {target}, which the YAML leaves out"
-        )
-    for path, what in account.command_line.items():
+    for path, target in keys.aliases.items():
+        why = f"read as {target}, which the YAML leaves out"
+        entries[path] = entry(path, get(keys.tree, path), "engine", target, why)
+    for path, what in keys.command_line.items():
         _mark(entries, path, what)
-    if plan is not None:
-        _defaults(entries, account, plan)
+    if plan is not None and fates is not None:
+        _defaults(entries, keys, plan, fates)
     return list(entries.values())
 
 
@@ -61,107 +123,50 @@ def _mark(entries: dict[str, dict[str, Any]], path: str, what: str) -> None:
         entries[path] = entry(path, None, "overridden", None, what)
 
 
-def _owned(path: str, value: Any, plan: RunPlan | None) -> dict[str, Any]:
+Fates = Mapping[str, tuple[str, str | None, str]]  # schema key -> disposition, target, why
+
+
+def _fates(plan: RunPlan) -> Fates:
+    """What became of each schema key."""
+    engine, deepspeed = emit_engine(plan), plan.emitted
+    result: dict[str, tuple[str, str | None, str]] = {}
+    for key, field in schema_keys().items():
+        extra, lost = field.json_schema_extra or {}, deepspeed.lost | engine.lost
+        to, ours, theirs = extra.get("to"), engine.paths(key), deepspeed.paths(key)
+        if to:
+            result[key] = ("engine", to, field.description)
+        elif key in lost:
+            result[key] = ("overridden", None, lost[key])
+        elif theirs:
+            result[key] = ("deepspeed", ", ".join(theirs), field.description)
+        elif ours:
+            result[key] = ("engine", ", ".join(ours), field.description)
+        else:
+            result[key] = ("dropped", None, extra.get("unread", "nothing reads it"))
+    return result
+
+
+def _owned(path: str, value: Any, fates: Fates | None) -> dict[str, Any]:
     name = owner(path) or path
     component = "".join(path.split(".")[2:3])
-    if name == "cluster.component_placement" and "actor" not in [p.strip() for p in component.split(",")]:
+    if name == "cluster.component_placement" and path != name and "actor" not in components(component):
         return entry(path, value, "dropped", None, "placement of another component")
     if name == "actor.deepspeed" and path != name:
         why = "'auto': resolved from the YAML, or DeepSpeed's default" if value == "auto" else "merged last"
         return entry(path, value, "deepspeed", path.removeprefix("actor.deepspeed."), why)
-    found = schema_keys().get(name)
-    why = found.description if found is not None else "a block of the schema"
-    lost = _lost(name, plan)
-    if lost is not None:
-        return entry(path, value, lost[0], None, lost[1])
-    target = DEEPSPEED_TARGETS.get(name)
-    if target is not None:
-        return entry(path, value, "deepspeed", target, why)
-    if name == "actor.model.precision" and plan is not None and plan.precision.dtype != "fp32":
-        return entry(path, value, "deepspeed", f"{plan.precision.dtype}.enabled", why)
-    return entry(path, value, "engine", engine_target(name), why)
+    if name not in schema_keys():
+        return entry(path, value, "engine", None, "a block of the schema, all of it defaults")
+    if fates is None:
+        return entry(path, value, "dropped", None, "the file is refused, so there is no plan that reads it")
+    return entry(path, value, *fates[name])
 
 
-def _lost(name: str, plan: RunPlan | None) -> tuple[str, str] | None:
-    """(disposition, why) of a schema key whose value has no effect in this plan."""
-    if plan is None:
-        return None
-    config, precision = plan.config, plan.precision
-    sched = config.actor.lr_sched
-    if name in ("actor.optim.fp16", "actor.optim.bf16"):
-        return "overridden", _MUST_AGREE
-    if name == "actor.optim.loss_scale" and precision.dtype != "fp16":
-        return "dropped", f"{precision.dtype} needs no loss scale (Megatron would apply a constant one)"
-    dynamic = ("initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
-    if name in [f"actor.optim.{n}" for n in dynamic] and not precision.dynamic_loss_scale:
-        return "dropped", "only a dynamic fp16 loss scale reads it"
-    if name == "actor.lr_sched.lr_warmup_iters" and sched.lr_warmup_fraction is not None:
-        return "overridden", f"lr_warmup_fraction={sched.lr_warmup_fraction:g} wins"
-    if (
-        name == "actor.optim.weight_decay"
-        and sched.lr_decay_style != "constant"
-        and sched.start_weight_decay is not None
-    ):
-        return "overridden", "lr_sched.start_weight_decay wins when the style is not constant"
-    offload = ("actor.optim.optimizer_cpu_offload", "actor.optim.optimizer_offload_fraction")
-    if name in offload and "offload_optimizer" not in plan.deepspeed["zero_optimization"]:
-        return "dropped", "nothing is offloaded: it takes the switch and a fraction above 0"
-    if name == offload[1] and offload_ratio(config) != config.actor.optim.optimizer_offload_fraction:
-        return "overridden", "DeepSpeed offloads a part with ZeRO 3 only: all of it goes to the CPU"
-    if name == "actor.optim.sgd_momentum" and config.actor.optim.optimizer != "sgd":
-        return "dropped", "only sgd reads it"
-    if name.startswith("actor.optim.adam_") and config.actor.optim.optimizer == "sgd":
-        return "dropped", "only adam reads it"
-    if name.startswith("actor.lr_sched.lr_wsd_") and sched.lr_decay_style != "WSD":
-        return "dropped", "only lr_decay_style WSD reads it"
-    if name in _ARCHITECTURE and plan.model is not None:
-        return "overridden", "config.json of the model folder wins"
-    return _lost_rl(name, plan)
-
-
-_ARCHITECTURE = tuple(
-    f"actor.model.{n}"
-    for n in (
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "num_query_groups",
-        "padded_vocab_size",
-    )
-)
-
-
-def _lost_rl(name: str, plan: RunPlan) -> tuple[str, str] | None:
-    config = plan.config
-    rl = plan.batch.sequences_per_rl_step is not None
-    if name in ("actor.global_batch_size", "actor.micro_batch_size") and rl:
-        return "overridden", "RLinf's RL batch arithmetic overwrites it"
-    foreign = config.account is not None and config.account.foreign
-    if name in ("algorithm.loss_agg_func", "algorithm.use_valid_token_scale", "algorithm.sampling_params.temperature"):
-        return "dropped", "belongs to the RL loss; hybrid5d's loss is set by actor.loss_normalization"
-    if name == "algorithm.logprob_forward_micro_batch_size":
-        return "dropped", "splits RLinf's log-prob pass; ours takes the rows it is given"
-    if name == "data.prompt_key" and foreign:
-        return "dropped", "field of RLinf's prompt data"
-    if name == "data.max_prompt_length":
-        return "dropped", "width of RLinf's left-padded prompts; our rows are not padded that way"
-    if name in ("actor.model.seq_length", "actor.model.encoder_seq_length") and config.runner.seq_length is not None:
-        return "overridden", "runner.seq_length is the row length"
-    if name == "actor.model.encoder_seq_length" and config.actor.model.seq_length is not None:
-        return "overridden", "actor.model.seq_length is the row length"
-    return None
-
-
-def _defaults(entries: dict[str, dict[str, Any]], account: Account, plan: RunPlan) -> None:
-    aliased = set(account.aliases.values())
-    given = [*entries]
-    for name in schema_keys():
+def _defaults(entries: dict[str, dict[str, Any]], keys: KeyReport, plan: RunPlan, fates: Fates) -> None:
+    aliased, given = set(keys.aliases.values()), [*entries]
+    for name, field in schema_keys().items():
         if name in aliased or any(path == name or path.startswith(f"{name}.") for path in given):
             continue
-        value = _value(plan.config, name)
-        target = DEEPSPEED_TARGETS.get(name) or engine_target(name)
-        entries[name] = entry(name, value, "defaulted", target, schema_keys()[name].description)
+        entries[name] = entry(name, _value(plan.config, name), "defaulted", fates[name][1], field.description)
 
 
 def _value(config: RunConfig, path: str) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid5d.config.tree import merge, put
-from hybrid5d.config.yaml_file import parse_yaml, read_text
+from hybrid5d.config.yaml_file import read_mapping, read_text
 from hybrid5d.errors import ConfigError, ConfigErrors
 
 _HEADER = re.compile(r"^#\s*@package\s+(\S+)\s*$", re.MULTILINE)
@@ -47,6 +47,7 @@ class Composer:
     choices: dict[str, str | None] = field(default_factory=dict)
     errors: list[ConfigError] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
+    readings: list[str] = field(default_factory=list)
     groups_seen: set[str] = field(default_factory=set)
     primary_defaults: Any = None
     _search: list[Path] = field(default_factory=list)
@@ -67,17 +68,7 @@ class Composer:
 
     def _read(self, path: Path) -> tuple[dict[str, Any], str | None]:
         text = read_text(path)
-        data = parse_yaml(text, str(path))
-        if data is None:
-            data = {}
-        if not isinstance(data, dict):
-            raise ConfigErrors(
-                [
-                    ConfigError(
-                        "", None, f"{path}: holds a {type(data).__name__}, not a mapping of keys", "repair the file"
-                    )
-                ]
-            )
+        data = read_mapping(path, text, self.readings)
         self.files.append(path)
         if len(self.files) > MAX_FILES:
             raise ConfigErrors([ConfigError("defaults", None, f"pulls in more than {MAX_FILES} files", "shorten it")])
@@ -92,7 +83,7 @@ class Composer:
             text = self._environment(str(entry))
             if text is None or text.startswith("pkg://"):
                 continue
-            folder = Path(text.removeprefix("file://"))
+            folder = Path(text.removeprefix("file://")).expanduser()
             result.append(folder if folder.is_absolute() else self.primary.parent / folder)
         return result
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hybrid5d.config.schema import RL_TASKS
+
 
 @dataclass(frozen=True)
 class Foreign:
@@ -164,11 +166,17 @@ FOREIGN: dict[str, Foreign] = {
     **_each(
         "activation normalization position_embedding_type add_bias_linear add_qkv_bias qk_layernorm rotary_* "
         "head_dim kv_channels layernorm_epsilon max_position_embeddings share_embeddings_and_output_weights "
-        "attention_dropout hidden_dropout seq_len_interpolation_factor init_method_std gated_linear_unit "
+        "seq_len_interpolation_factor init_method_std gated_linear_unit "
         "untie_embeddings_and_output_weights openai_gelu layernorm_* rope_* use_rotary_position_embeddings "
         "apply_query_key_layer_scaling transformer_block_type hidden_act swiglu vocab_size window_size",
         _FROM_HF,
         "actor.model.",
+    ),
+    **_each(
+        "attention_dropout hidden_dropout",
+        "config.json's dropout counts, as in RLinf, and hybrid5d trains without dropout",
+        "actor.model.",
+        loud=True,
     ),
     **_each(
         "make_vocab_size_divisible_by",
@@ -363,7 +371,6 @@ MUST_BE_OFF: dict[str, tuple[tuple[object, ...], str, str]] = {
     ),
 }
 
-TASKS = ("sft", "reasoning", "coding_online_rl")
-RL_TASKS = ("reasoning", "coding_online_rl")
+TASKS = ("sft", *RL_TASKS)
 VLM_TYPES = ("qwen2.5_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava", "vlm")
 MOE_TYPES = ("deepseek_v2", "deepseek_v3", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "mixtral", "moonlight", "gpt_oss")

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
+from hybrid5d.load import load_config
 from hybrid5d.plan.convert import translate
+from hybrid5d.plan.report import build_report
 from hybrid5d.plan.run import build_plan
-from hybrid5d.rlinf.load import load_config
 from tests.config_kit import EXAMPLES, REPO, native, write_model, write_yaml
 
 RUN = EXAMPLES / "qwen2.5-7b-cp2.yaml"
@@ -116,11 +117,13 @@ def test_unchecked_rules_say_what_would_be_legal(tmp_path: Path) -> None:
     tree = native(actor__model__tensor_model_parallel_size=4, actor__model__pipeline_model_parallel_size=2)
     path = write_yaml(tmp_path / "a.yaml", tree)
     result = translate(path)
-    assert not result.errors and len(result.unchecked) == 4
-    assert "multiples of 4" in " ".join(result.unchecked) and "1, 2 (replicated)" in " ".join(result.unchecked)
+    unchecked = result.to_dict()["unchecked"]
+    assert not result.errors and len(unchecked) == 4
+    assert "multiples of 4" in " ".join(unchecked) and "1, 2 (replicated)" in " ".join(unchecked)
     model = write_model(tmp_path / "m", num_attention_heads=6, num_key_value_heads=3)
     checked = translate(path, model=str(model))
-    assert not checked.unchecked and [e.key for e in checked.errors] == ["actor.model.tensor_model_parallel_size"]
+    assert checked.plan is not None and not checked.plan.unchecked
+    assert [e.key for e in checked.errors] == ["actor.model.tensor_model_parallel_size"]
     numbers = translate(path, ["actor.model.num_attention_heads=6", "actor.model.num_query_groups=3"])
     assert [e.key for e in numbers.errors] == ["actor.model.tensor_model_parallel_size"]
     assert translate(path, model=str(tmp_path / "none")).errors[0].key == "--model"
@@ -187,7 +190,7 @@ def test_the_report_of_a_native_run_is_in_the_plan(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{}\n")
     tree = native(actor__model__model_path=str(tmp_path / "m"), data__train_data_paths=str(tmp_path / "rows.jsonl"))
     plan = build_plan(load_config(write_yaml(tmp_path / "a.yaml", tree)), 8)
-    keys = [e["key"] for e in plan.report]
+    keys = [e["key"] for e in build_report(plan)]
     assert len(keys) == len(set(keys)) and "actor.optim.lr" in keys
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from hybrid5d.config.schema import RunConfig, schema_keys
 from hybrid5d.config.yaml_file import dump_yaml, parse_yaml
-from hybrid5d.rlinf.load import load_config, load_document
+from hybrid5d.load import load_config, load_yaml
 from tests.config_kit import error_lines, native, write_yaml
 
 
@@ -112,10 +112,10 @@ def test_a_dangling_reference_in_a_needed_key(tmp_path: Path, text: str) -> None
 
 def test_a_dangling_reference_in_a_dropped_key_is_told(tmp_path: Path) -> None:
     config = load(tmp_path, rollout={"model": {"x": "${rollout.path}"}})
-    assert config.account.dropped["rollout.model.x"][1]
+    assert config.keys.dropped["rollout.model.x"][1]
     tree = foreign(actor__megatron={"ckpt_convertor": {"hf_model_path": "${rollout.path}"}, "use_hf_ckpt": True})
     config = load_config(write_yaml(tmp_path / "b.yaml", tree))
-    assert any("hf_model_path" in n and "rollout.path" in n for n in config.account.notices)
+    assert any("hf_model_path" in n and "rollout.path" in n for n in config.keys.notices)
 
 
 def test_overrides(tmp_path: Path) -> None:
@@ -175,16 +175,16 @@ def test_all_faults_at_once(tmp_path: Path) -> None:
 def test_blocks_of_other_components_pass_with_one_line(tmp_path: Path) -> None:
     blocks = {name: {"a": 1, "b": {"c": 2}} for name in ("rollout", "reward", "critic", "env", "hydra", "inference")}
     config = load(tmp_path, **blocks)
-    assert len(config.account.notices) == 1 and "rollout" in config.account.notices[0]
+    assert len(config.keys.notices) == 1 and "rollout" in config.keys.notices[0]
 
 
 def test_a_misspelt_key_is_refused_on_the_megatron_backend_too(tmp_path: Path) -> None:
     path = write_yaml(
         tmp_path / "f.yaml", foreign(actor__model__tensor_model_paralel_size=2, actor__model__zzz_flag=True)
     )
-    document = load_document(path)
+    document = load_yaml(path)
     assert [e.key for e in document.errors] == ["actor.model.tensor_model_paralel_size"]
-    assert any("zzz_flag" in n for n in document.account.notices)
+    assert any("zzz_flag" in n for n in document.keys.notices)
 
 
 COMPOSED = {
@@ -236,7 +236,7 @@ def test_config_groups_and_packages(folder: Path) -> None:
 def test_a_missing_file_is_named(folder: Path) -> None:
     text = " ".join(error_lines(load_config, folder / "missing.yaml").values())
     assert "nowhere.yaml" in text or "model/none.yaml" in text
-    assert len(load_document(folder / "missing.yaml").errors) == 2
+    assert len(load_yaml(folder / "missing.yaml").errors) == 2
 
 
 def test_a_circle_of_files_is_named(folder: Path) -> None:
@@ -244,7 +244,7 @@ def test_a_circle_of_files_is_named(folder: Path) -> None:
 
 
 def test_searchpath(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "H5D_PLACES" in " ".join(str(e) for e in load_document(folder / "searched.yaml").errors)
+    assert "H5D_PLACES" in " ".join(str(e) for e in load_yaml(folder / "searched.yaml").errors)
     write_yaml(tmp_path / "far" / "config" / "model" / "far.yaml", "context_parallel_size: 4\n")
     monkeypatch.setenv("H5D_PLACES", str(tmp_path / "far"))
     assert load_config(folder / "searched.yaml").actor.model.context_parallel_size == 4
@@ -306,7 +306,7 @@ def test_what_is_no_training_run_is_refused_in_one_line(tmp_path: Path, tree: di
     ],
 )
 def test_refusals_of_rlinf_files(tmp_path: Path, changes: dict, key: str) -> None:
-    assert not load_document(write_yaml(tmp_path / "ok.yaml", foreign())).errors
+    assert not load_yaml(write_yaml(tmp_path / "ok.yaml", foreign())).errors
     assert key in error_lines(load_config, write_yaml(tmp_path / "a.yaml", foreign(**changes)))
 
 
@@ -324,7 +324,7 @@ def test_older_names_of_rlinf(tmp_path: Path) -> None:
     )
     config = load_config(write_yaml(tmp_path / "a.yaml", tree))
     assert config.actor.model.model_path == "/models/old"
-    assert any("checkpoint_load_path" in n for n in config.account.notices)
+    assert any("checkpoint_load_path" in n for n in config.keys.notices)
 
 
 def test_conflicting_precision_flags_name_both_keys(tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_dumped_text_reads_back_equal() -> None:
 
 def test_importing_config_and_plan_is_fast_and_pure() -> None:
     code = (
-        "import sys, time; t = time.process_time(); import hybrid5d.rlinf.load, "
+        "import sys, time; t = time.process_time(); import hybrid5d.load, "
         "hybrid5d.plan.run, hybrid5d.plan.convert;"
         "print(time.process_time() - t, [m for m in ('torch', 'deepspeed', "
         "'transformers', 'numpy') if m in sys.modules])"
@@ -370,11 +370,11 @@ def test_importing_config_and_plan_is_fast_and_pure() -> None:
 
 def test_the_other_rank_order_is_the_same_without_a_pipeline(tmp_path: Path) -> None:
     tree = foreign(actor__megatron__use_tp_pp_dp_mapping=True)
-    assert not load_document(write_yaml(tmp_path / "a.yaml", tree)).errors
+    assert not load_yaml(write_yaml(tmp_path / "a.yaml", tree)).errors
 
 
 def test_a_scale_that_deepspeed_rounds_is_told(tmp_path: Path) -> None:
     config = load(
         tmp_path, actor__model__precision="fp16", actor__optim={"initial_loss_scale": 1000, "min_loss_scale": 0.5}
     )
-    assert sum("DeepSpeed takes" in n for n in config.account.notices) == 2
+    assert sum("DeepSpeed takes" in n for n in config.keys.notices) == 2

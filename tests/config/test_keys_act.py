@@ -16,9 +16,10 @@ from hybrid5d.data.build import loader_from_plan
 from hybrid5d.errors import DataError
 from hybrid5d.launch.env import LaunchEnv
 from hybrid5d.launch.worker import _introduction
+from hybrid5d.load import load_config
 from hybrid5d.plan.convert import Translation, translate
+from hybrid5d.plan.report import build_report
 from hybrid5d.plan.run import RunPlan, build_plan
-from hybrid5d.rlinf.load import load_config
 from tests.config_kit import error_lines, native, write_model, write_yaml
 
 M, LOG = "actor__model__", "runner__logger__"
@@ -50,7 +51,8 @@ def run_of(tmp_path: Path, world: int = 1, records: str = "{}\n", **changes: Any
 
 def report(found: Translation | RunPlan, key: str) -> dict[str, Any]:
     """The report's line of a key."""
-    return next(line for line in found.report if line["key"] == key)
+    lines = found.report if isinstance(found, Translation) else build_report(found)
+    return next(line for line in lines if line["key"] == key)
 
 
 def told(found: Translation | RunPlan, word: str) -> list[str]:
@@ -129,7 +131,9 @@ def test_log_path_holds_every_tracker(tmp_path: Path, monkeypatch: pytest.Monkey
     metrics.open_trackers(plan.config, Path("out/e"))
     wanted = Path(log_path or "out/e")  # RLinf: log_path/tensorboard, log_path/wandb
     assert folders == {"tensorboard": wanted / "tensorboard", "wandb": wanted}
-    assert plan.deepspeed["tensorboard"]["output_path"] == f"{wanted}/tensorboard"
+    assert "tensorboard" not in plan.deepspeed  # our own metrics feed it
+    block = translated(tmp_path, runner__output_dir="out", runner__experiment_name="e", **logger).plan
+    assert block is not None and block.deepspeed["tensorboard"]["output_path"] == f"{wanted}/tensorboard"
 
 
 HEAD, TAIL, BOS, EOS = b"<|user|>\nhi", b"\n<|assistant|>\n", 256, 257  # the byte tokenizer's chat format
@@ -253,7 +257,7 @@ def test_sizes_of_the_yaml_count_where_no_folder_is(tmp_path: Path) -> None:
     for vocabulary, padded in ((1000, False), (1001, True)):
         found = translated(tmp_path, 4, **RL, **tp, **{f"{M}padded_vocab_size": vocabulary})
         assert bool(told(found, f"vocabulary {vocabulary} over tp=4")) == padded
-        assert not any("vocabulary" in line for line in found.unchecked)
+        assert not any("vocabulary" in line for line in found.plan.unchecked)
 
 
 @pytest.mark.parametrize(("fraction", "stage", "ratio"), [(0.5, 1, 1.0), (0.5, 3, 0.5), (1.0, 1, 1.0)])

@@ -9,8 +9,8 @@ import pytest
 
 from hybrid5d.data.build import eval_loader_from_plan, loader_from_plan, prepare_data, tokenizer_name
 from hybrid5d.errors import DataError
+from hybrid5d.load import load_config
 from hybrid5d.plan.run import RunPlan, build_plan
-from hybrid5d.rlinf.load import load_config
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 259, "hidden_size": 16,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from hybrid5d.load import load_config
 from hybrid5d.plan.run import build_plan
-from hybrid5d.rlinf.load import load_config
 
 REPO = Path(__file__).resolve().parents[2]
 README = (REPO / "README.md").read_text(encoding="utf-8")

@@ -18,8 +18,8 @@ import torch
 
 from hybrid5d.data.types import Document, shift_labels
 from hybrid5d.errors import ConfigErrors
+from hybrid5d.load import load_config
 from hybrid5d.plan.run import build_plan
-from hybrid5d.rlinf.load import load_config
 from tests.engine_kit import Layout, Shards, build_engine, shards
 from tests.harness import run_ranks
 from tests.kit import Recipe, document_loss_sum, reference, step_batch
@@ -132,7 +132,7 @@ def test_tied_head_on_the_last_stage_has_the_embeddings_weights(small: Path, pp:
 def _plan(folder: Path, world: int, **degrees: int) -> Any:
     changes = [f"actor.model.{k}_parallel_size={v}" for k, v in degrees.items()]
     more = ["actor.model.sequence_parallel=false", f"actor.model.model_path={folder}", "actor.global_batch_size=8"]
-    return build_plan(load_config(EXAMPLE, [*more, *changes]), world, training=False)
+    return build_plan(load_config(EXAMPLE, [*more, *changes]), world, "translate")
 
 
 LEGAL = [
@@ -161,7 +161,7 @@ def test_other_tp_is_refused_with_the_reason(tp: int, reason: str) -> None:
 
 def test_the_example_is_the_layout_of_six() -> None:
     config = load_config(EXAMPLE, [f"actor.model.model_path={prepared(None)}"])
-    plan = build_plan(config, 6, training=False)
+    plan = build_plan(config, 6, "translate")
     assert (plan.layout.tp, plan.layout.pp, plan.sequence_parallel, plan.stages) == (3, 2, True, (15, 15))
 
 

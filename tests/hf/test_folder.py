@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,13 +122,13 @@ def test_a_run_is_refused_before_it_starts(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"input_ids": [1, 2]}')
     data = {"type": "tokens", "train_data_paths": [str(tmp_path / "rows.jsonl")]}
 
-    def plan(load_weights: bool | None, training: bool = True) -> None:
+    def plan(load_weights: bool | None, purpose: Any = "train") -> None:
         model = {"model_path": str(tmp_path), "load_weights": load_weights}
         run = {"runner": {"max_steps": 1}, "data": data, "actor": {"model": model}}
-        build_plan(RunConfig.model_validate(run), 1, training=training)
+        build_plan(RunConfig.model_validate(run), 1, purpose)
 
     plan(False)
-    plan(True, training=False)
+    plan(True, "translate")
     for wanted in (True, None):
         with pytest.raises(ConfigErrors, match=r"1 tensors are missing: model\.norm\.weight"):
             plan(wanted)

@@ -11,7 +11,7 @@ import pytest
 
 from hybrid5d.config.tree import leaves
 from hybrid5d.plan.convert import translate
-from hybrid5d.plan.deepspeed_keys import OWNED, SECTIONS, TOP_LEVEL
+from hybrid5d.plan.deepspeed_keys import FORBIDDEN, SECTIONS, TOP_LEVEL
 from hybrid5d.plan.run import RunPlan
 from tests.config_kit import CORPUS, EXAMPLES, corpus_files
 
@@ -90,7 +90,7 @@ def test_key_tables_equal_the_installed_deepspeed() -> None:
         "LOG_LEVEL",
     ):
         assert getattr(constants, constant) in TOP_LEVEL
-    assert {path.split(".")[0] for path in OWNED} <= TOP_LEVEL
+    assert {path.split(".")[0] for path in FORBIDDEN} <= TOP_LEVEL
 
 
 def test_the_corpus_was_seen_or_its_absence_is_known() -> None:

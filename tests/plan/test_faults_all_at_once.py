@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from hybrid5d.cli import main
+from hybrid5d.config.fields import Block
 from hybrid5d.config.schema import RunConfig
-from hybrid5d.errors import ConfigErrors, SpoiltKey
-from hybrid5d.launch.env import LaunchEnv
-from hybrid5d.launch.preflight import Words, default_processes, plan_run
-from hybrid5d.plan import run as plan_module
+from hybrid5d.errors import ConfigErrors, touches
+from hybrid5d.launch.preflight import Argv, plan_run
+from hybrid5d.plan import draft as draft_module
 from hybrid5d.plan.convert import translate
+from hybrid5d.plan.draft import MODEL_NUMBERS, Draft
+from hybrid5d.plan.rules import RULES, RUN_RULES
 from tests.config_kit import native, write_model, write_yaml
 
 M, O, L = "actor.model.", "actor.optim.", "actor.lr_sched."
@@ -49,7 +51,7 @@ def write(here: Path, **changes: Any) -> Path:
 def lines(path: Path, world: int, *words: str) -> list[str]:
     """What a start on `world` processes says."""
     with pytest.raises(ConfigErrors) as caught:
-        plan_run(Words(path, words), LaunchEnv(0, world, 0, world))
+        plan_run(Argv(path, words), world)
     return str(caught.value).split("\n")
 
 
@@ -217,17 +219,18 @@ def test_train_without_num_procs_where_a_degree_is_spoilt(here: Path) -> None:
     """The world is unknown then; what does not depend on it is told."""
     path = write(here, actor__model__pipeline_model_parallel_size="x", actor__model__tensor_model_parallel_size=3)
     with pytest.raises(ConfigErrors) as caught:
-        default_processes(Words(path))
+        plan_run(Argv(path), None)
     first, second = str(caught.value).split("\n")
     assert first.startswith(f"{M}pipeline_model_parallel_size='x': ") and second == HEADS
-    unknown = write(here, actor__optim__learning_rat=1, actor__model__tensor_model_parallel_size=2)
-    assert default_processes(Words(unknown)) == 2
+    known = {"actor__model__tensor_model_parallel_size": 2, "actor__model__pipeline_model_parallel_size": 2}
+    plan, _ = plan_run(Argv(write(here, **known)), None)
+    assert plan.layout.world_size == 4 and plan.layout.dp == 1
 
 
 def test_eval_asks_for_its_data_in_the_same_start(here: Path) -> None:
     path = write(here, actor__optim__lr=-1)
     with pytest.raises(ConfigErrors) as caught:
-        plan_run(Words(path), LaunchEnv(0, 1, 0, 1), evaluate=True)
+        plan_run(Argv(path), 1, "eval")
     needs = "data.val_data_paths=None: an evaluation needs data. Fix: name files, folders or globs"
     assert str(caught.value).split("\n") == [LR, needs]
 
@@ -251,7 +254,7 @@ def test_a_failure_of_ours_hides_no_fault(here: Path, monkeypatch: pytest.Monkey
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError("a bug\nof ours")
 
-    monkeypatch.setattr(plan_module, "plan_batch", broken)
+    monkeypatch.setattr(draft_module, "plan_batch", broken)
     bug = (
         "the rules beyond these lines could not be checked (ZeroDivisionError: a bug of ours). "
         "Fix: repair what the other lines name, and start again"
@@ -259,20 +262,57 @@ def test_a_failure_of_ours_hides_no_fault(here: Path, monkeypatch: pytest.Monkey
     assert lines(write(here, actor__optim__lr=-1), 1) == [LR, bug]
     assert [str(e) for e in translate(here / "run.yaml", world_size=1).errors] == [LR, bug]
     with pytest.raises(ZeroDivisionError):
-        plan_run(Words(write(here)), LaunchEnv(0, 1, 0, 1))
+        plan_run(Argv(write(here)), 1)
 
 
-def test_holes() -> None:
-    """Reading a hole, or through one, raises; its neighbours and the original are whole."""
-    config = RunConfig.model_validate(native())
-    hollow = config.without([f"{O}lr", "actor.lr_sched", "actor.deepspeed.optimizer", f"{L}min_lr"])
-    for read in (
-        lambda: hollow.actor.optim.lr,
-        lambda: hollow.actor.lr_sched.min_lr,
-        lambda: hollow.actor.deepspeed,
-    ):
-        with pytest.raises(SpoiltKey):
-            read()
-    assert hollow.actor.optim.adam_beta2 == 0.95 and config.actor.optim.lr == 1e-3
-    with pytest.raises(AttributeError):
-        _ = config.actor.nothing  # type: ignore[attr-defined]
+class Recorder:
+    """A config (or a block of it) that notes which keys are read, properties' keys included."""
+
+    def __init__(self, block: Any, prefix: str, seen: set[str]):
+        self.__dict__ |= {"_block": block, "_prefix": prefix, "_seen": seen}
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(type(self._block), name, None)
+        if isinstance(found, property) and name != "keys":
+            return found.fget(self)  # type: ignore[misc]
+        value = getattr(self._block, name)
+        if isinstance(value, Block):
+            return Recorder(value, f"{self._prefix}{name}.", self._seen)
+        self._seen.add(f"{self._prefix}{name}")
+        return value
+
+
+BUSY: list[dict[str, Any]] = [
+    {},
+    {"runner__task_type": "reasoning", "data__rollout_batch_size": 32, "algorithm": {
+        "logprob_forward_micro_batch_size": 3, "group_size": 4, "n_minibatches": 2, "multi_agent": True}},
+    {"actor__lr_sched": {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 10**6, "start_weight_decay": 0.2}},
+    {"actor__model__recompute_granularity": "full", "actor__global_batch_size": None},
+    {"actor__model__recompute_granularity": "selective", "actor__model__context_parallel_size": 2,
+     "actor__model__cp_comm_type": "a2a+p2p", "actor__model__tensor_model_parallel_size": 2},
+    {"runner__enable_dynamic_batch_size": True, "runner__max_tokens_per_mbs": 5, "runner__seq_length": None},
+    {"actor__model__model_path": "none", "actor__model__num_attention_heads": 6, "actor__model__num_layers": 5,
+     "actor__model__pipeline_model_parallel_size": 2, "actor__model__decoder_last_pipeline_num_layers": 5},
+    {"cluster__component_placement": {"actor": "0-7"}, "actor__optim__optimizer_cpu_offload": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", BUSY)
+@pytest.mark.parametrize("purpose", ["translate", "train", "eval"])
+@pytest.mark.parametrize("rule", [*RULES, *RUN_RULES], ids=lambda r: r.check.__name__)
+def test_a_rule_reads_what_it_says(here: Path, rule: Any, purpose: Any, changes: dict[str, Any]) -> None:
+    """One that read more would judge by a default what the file has wrong."""
+    seen: set[str] = set()
+    config = Recorder(RunConfig.model_validate(native(**changes)), "", seen)
+    draft = Draft(config, 4, purpose)  # type: ignore[arg-type]
+    rule.check(draft)
+    said = {*rule.reads, "keys"}
+    if "model" in said:
+        said |= {f"actor.model.{n}" for n in ("model_path", *MODEL_NUMBERS)}
+    # Computed on the way, in values that the rule does not judge by: notices about config.json, the token budget; and
+    # deepspeed_block compares each value that we emit by the sources of that value.
+    passing = {*(f"actor.model.{n}" for n in (*MODEL_NUMBERS, "hidden_size")), "runner.max_tokens_per_mbs"}
+    passing.add("runner.enable_dynamic_batch_size" if rule.check.__name__ == "batch" else "")
+    if rule.check.__name__ != "deepspeed_block":
+        seen -= passing - said
+        assert not [key for key in seen if not touches([key], said)]

@@ -99,10 +99,9 @@ def test_faults_are_told_at_once(run_yaml: Path, procs: int, words: list[str], t
 
 def test_what_sounds_illegal_and_is_not(run_yaml: Path) -> None:
     """C10: uneven layers, fewer micro-batches than stages. Checked by planning only."""
-    from hybrid5d.launch.env import LaunchEnv
-    from hybrid5d.launch.preflight import Words, plan_run
+    from hybrid5d.launch.preflight import Argv, plan_run
 
-    plan, _ = plan_run(Words(run_yaml, (f"{PP}=4", "actor.global_batch_size=1")), LaunchEnv(0, 4, 0, 4))
+    plan, _ = plan_run(Argv(run_yaml, (f"{PP}=4", "actor.global_batch_size=1")), 4)
     assert sum(plan.stages) == 30 and plan.batch.gradient_accumulation_steps == 1
 
 

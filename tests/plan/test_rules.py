@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hybrid5d.config.schema import RunConfig
 from hybrid5d.config.tree import leaves
 from hybrid5d.errors import ConfigErrors
-from hybrid5d.plan.run import RunPlan, assemble, build_plan
+from hybrid5d.plan.placement import actor_placement
+from hybrid5d.plan.run import RunPlan, build_plan, examine
 from hybrid5d.plan.stages import split_layers
-from hybrid5d.rlinf.placement import actor_placement
 from tests.config_kit import config_of, error_lines, native, write_model
 
 SMOLLM2 = {
@@ -109,8 +109,9 @@ RL = {
 
 
 def rl(world: int, **changes: Any) -> tuple[RunPlan, dict[str, str]]:
-    found = assemble(RunConfig.model_validate(native(**{**RL, **changes})), world)
-    return found.plan, {e.key: str(e) for e in found.errors}
+    found, errors = examine(RunConfig.model_validate(native(**{**RL, **changes})), world)
+    assert found is not None
+    return found, {e.key: str(e) for e in errors}
 
 
 def test_rl_batch_arithmetic() -> None:
@@ -384,7 +385,7 @@ def test_training_needs_its_files(tmp_path: Path) -> None:
         "runner.resume_dir",
         "actor.tokenizer.tokenizer_model",
     }
-    assert build_plan(config_of(**changes), 1, training=False).layout.world_size == 1
+    assert build_plan(config_of(**changes), 1, "translate").layout.world_size == 1
 
 
 def test_an_explicit_placement_must_equal_the_started_processes(ready: dict[str, Any]) -> None:
@@ -475,19 +476,21 @@ def test_the_actor_is_named_once() -> None:
 )
 def test_a_plan_always_closes(tp: int, pp: int, cp: int, dp: int, micro: int, steps: int, precision: str) -> None:
     config = config_of(**layout(tp, pp, cp), **batch(micro, micro * steps * dp), actor__model__precision=precision)
-    found = assemble(config, tp * pp * cp * dp)
-    assert not found.errors
-    ds = found.plan.deepspeed
+    found, errors = examine(config, tp * pp * cp * dp)
+    assert found is not None and not errors
+    ds = found.deepspeed
     assert ds["train_batch_size"] == (
-        ds["train_micro_batch_size_per_gpu"] * ds["gradient_accumulation_steps"] * found.plan.layout.dp * cp
+        ds["train_micro_batch_size_per_gpu"] * ds["gradient_accumulation_steps"] * found.layout.dp * cp
     )
-    assert found.plan.layout.dp == dp
+    assert found.layout.dp == dp
 
 
 def test_offload_is_translated_but_not_trained(ready: dict[str, Any]) -> None:
     offload = {"actor__optim__optimizer_cpu_offload": True, "actor__optim__optimizer_offload_fraction": 0.5}
-    found = assemble(config_of(**offload), 1).plan
+    found, _ = examine(config_of(**offload), 1)
+    assert found is not None
     assert found.deepspeed["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "ratio": 1.0}  # all: ZeRO 1
     assert "actor.optim.optimizer_cpu_offload" in refused(1, ready, **offload)
-    nothing = assemble(config_of(actor__optim__optimizer_cpu_offload=True), 1).plan
+    nothing, _ = examine(config_of(actor__optim__optimizer_cpu_offload=True), 1)
+    assert nothing is not None
     assert "offload_optimizer" not in nothing.deepspeed["zero_optimization"]

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
+from hybrid5d.load import load_config
 from hybrid5d.plan.convert import Translation, translate
 from hybrid5d.plan.outputs import plan_files
-from hybrid5d.plan.run import assemble
-from hybrid5d.rlinf.load import load_config
+from hybrid5d.plan.run import examine
 from tests.config_kit import CORPUS, needs_corpus
 
 pytestmark = needs_corpus
@@ -128,8 +128,8 @@ def test_resolved_yaml_is_the_same_run(row: dict[str, str], tmp_path: Path) -> N
     (tmp_path / "resolved.yaml").write_text(files["resolved.yaml"])
     again = load_config(tmp_path / "resolved.yaml")
     assert again == first.config
-    second = assemble(again, first.layout.world_size)
-    assert not second.errors, [str(e) for e in second.errors]
+    second, errors = examine(again, first.layout.world_size)
+    assert not errors, [str(e) for e in errors]
     for name in (
         "layout",
         "batch",
@@ -141,7 +141,7 @@ def test_resolved_yaml_is_the_same_run(row: dict[str, str], tmp_path: Path) -> N
         "recompute",
         "deepspeed",
     ):
-        assert getattr(second.plan, name) == getattr(first, name)
+        assert getattr(second, name) == getattr(first, name)
     assert json.loads(files["layout.json"])["dp"] == first.layout.dp
 
 

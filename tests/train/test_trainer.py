@@ -18,8 +18,8 @@ def train(rank: int, world: int, path: str, words: tuple[str, ...], poison: bool
     """What a worker does after its checks, on a rank that has a process group."""
     import hybrid5d
     from hybrid5d.data.build import eval_loader_from_plan, loader_from_plan
+    from hybrid5d.load import load_config
     from hybrid5d.plan.run import build_plan
-    from hybrid5d.rlinf.load import load_config
     from hybrid5d.train.run_folder import RunFolder
     from hybrid5d.train.trainer import Trainer, resume
 

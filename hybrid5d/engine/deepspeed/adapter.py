@@ -23,8 +23,6 @@ from hybrid5d.parallel.collectives import all_reduce
 from hybrid5d.parallel.context import Axis, ParallelContext
 from hybrid5d.tensor_parallel import defer_partial_sums, sum_partial_gradients
 
-TRACKERS = ("tensorboard", "wandb", "csv_monitor", "comet")
-
 
 class PipelineAdapter(PipelineEngine):
     """PipelineEngine whose messages are one hidden tensor of known shape, sent without blocking.
@@ -230,8 +228,6 @@ def build_adapter(
     """The engine for this ZeRO stage, built directly: DeepSpeed's `initialize` takes no subclass."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    # Trackers are fed by our own metrics: DeepSpeed would log loss and samples in its terms (cp counted as data).
-    ds_config = {k: v for k, v in ds_config.items() if k not in TRACKERS}
     mpu = module.mpu()
     assert not hasattr(mpu, "get_sequence_parallel_world_size"), "DeepSpeed would rescale gradients (S7)"
     common: dict[str, Any] = {

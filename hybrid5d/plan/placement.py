@@ -33,19 +33,19 @@ def actor_placement(
     placement: dict[str, Any], num_nodes: int, gpus_per_node: int, node_groups: list[Any] | None = None
 ) -> tuple[Placement | None, list[ConfigError]]:
     """The actor's entry. Other components' entries are not ours and never refused."""
-    found = [(name, value) for name, value in placement.items() if "actor" in _names(name)]
+    entries = [(name, value) for name, value in placement.items() if "actor" in components(name)]
     available = num_nodes * gpus_per_node
     faults = _group_faults(node_groups or [], num_nodes)
     if faults:
         return None, faults
     if not placement:
         return Placement(available, everything=True), []
-    if not found:
+    if not entries:
         return None, [ConfigError(_KEY, None, "no entry names the actor", "add actor: all")]
-    if len(found) > 1:
-        names = ", ".join(repr(n) for n, _ in found)
+    if len(entries) > 1:
+        names = ", ".join(repr(n) for n, _ in entries)
         return None, [ConfigError(_KEY, None, f"the actor appears in {names}", "name it once")]
-    name, value = found[0]
+    name, value = entries[0]
     key = f"{_KEY}.{name}"
     try:
         group, spec = _group(value)
@@ -89,7 +89,8 @@ def _nodes(entry: dict[str, Any], num_nodes: int) -> int:
     return len(found)
 
 
-def _names(name: str) -> list[str]:
+def components(name: str) -> list[str]:
+    """The components that a key of the placement names."""
     return [part.strip() for part in str(name).split(",")]
 
 

@@ -1,16 +1,17 @@
-"""What became of each key of the input while loading: the raw material of `convert`'s report."""
+"""What reading a YAML leaves behind: the config, its faults, and what became of each key."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybrid5d.config.schema import RunConfig
 from hybrid5d.errors import ConfigError
 
 
 @dataclass
-class Account:
-    """Filled by `config.load`; read by `plan.translate` and by notices."""
+class KeyReport:
+    """What loading made of each key of the input: the raw material of `convert`'s report."""
 
     path: str = ""
     files: tuple[str, ...] = ()
@@ -23,21 +24,20 @@ class Account:
     dangling: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)  # input key -> the key it fills
     notices: list[str] = field(default_factory=list)
-    spoilt: set[str] = field(default_factory=set)  # keys and blocks whose value is not known (`config.errors`)
-    foreign: bool = False  # RLinf's shape, to be translated
+    invalid: set[str] = field(default_factory=set)  # keys and blocks without a usable value (`hybrid5d.errors`)
+    run_faults: list[ConfigError] = field(default_factory=list)  # of a run; a translation may go on
+    foreign: bool = False  # another program's YAML, to be translated
 
-    def tell(self, notice: str) -> None:
+    def notice(self, text: str) -> None:
         """Add a notice once."""
-        if notice not in self.notices:
-            self.notices.append(notice)
+        if text not in self.notices:
+            self.notices.append(text)
 
 
 @dataclass
-class Document:
-    """A file read as far as it goes: the config where it is valid, and every fault."""
+class LoadedYaml:
+    """A file read as far as it goes."""
 
-    account: Account
-    config: Any = None  # RunConfig | None
-    judged: Any = None  # RunConfig | None: with a hole for each spoilt key; what further rules read
+    keys: KeyReport
+    config: RunConfig | None = None  # defaults where `keys.invalid`; None: no run at all, no further rule makes sense
     errors: list[ConfigError] = field(default_factory=list)
-    fatal: bool = False  # no further rule makes sense (not a training run at all)
