@@ -378,7 +378,7 @@ class ActorConfig(Block):
 
 
 class RunConfig(Block):
-    """A whole run. Build it with `hybrid5d.rlinf.load.load_config`, or from a dict with `model_validate`."""
+    """A whole run. Build it with `hybrid5d.load.load_config`, or from a dict with `model_validate`."""
 
     cluster: ClusterConfig = key(ClusterConfig, "where the job runs")
     runner: RunnerConfig = key(RunnerConfig, "length of the run, saving, logging")
