@@ -5,11 +5,24 @@ Padding, the context-parallel cut and device placement happen in the engine, whi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from hybrid5d.errors import DataError
+
 IGNORE_INDEX = -100
+# Per-token columns a document may carry, and what stands where there is no token: padding, dummy rows.
+COLUMNS = {
+    "loss_weight": 1.0,
+    "advantages": 0.0,
+    "old_logprobs": 0.0,
+    "ref_logprobs": 0.0,
+    "rollout_logprobs": 0.0,
+    "returns": 0.0,
+    "old_values": 0.0,
+}
 
 
 @dataclass(frozen=True)
@@ -22,15 +35,30 @@ class Document:
             IGNORE_INDEX where there is none (always so at i = n-1).
         row_id: index of the sample in its dataset.
         position_ids: [n] int64, or None for 0..n-1.
+        columns: by name (one of COLUMNS) [n] float32, **aligned with labels**: `columns[name][i]` belongs to the target
+            `labels[i]`. They go wherever labels go.
+
+    Raises:
+        DataError: a column of another name, length or type.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray
     row_id: int
     position_ids: np.ndarray | None = None
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, values in self.columns.items():
+            if name not in COLUMNS:
+                raise DataError(f"row {self.row_id}: no column is called {name!r}; the names: {', '.join(COLUMNS)}")
+            array, size = isinstance(values, np.ndarray), len(self.input_ids)
+            if not array or values.dtype != np.float32 or values.shape != (size,):
+                kind = f"{values.dtype}{list(values.shape)}" if array else type(values).__name__
+                raise DataError(f"row {self.row_id}: column {name} must be float32[{size}], not {kind}")
 
     def __len__(self) -> int:
-        return int(self.input_ids.shape[0])
+        return len(self.input_ids)
 
 
 Row = tuple[Document, ...]  # one document, or several when packed
@@ -50,6 +78,21 @@ class StepBatch:
     micro_batches: tuple[MicroBatch, ...]
     row_ids: tuple[int, ...]
     epoch: int = 0
+
+
+def column_names(documents: Iterable[Document]) -> tuple[str, ...]:
+    """Columns of the documents, in the order of COLUMNS.
+
+    Raises:
+        DataError: a document with a target lacks a column that another has (but for `loss_weight`, which is then 1).
+    """
+    documents = list(documents)
+    names = tuple(name for name in COLUMNS if any(name in d.columns for d in documents))
+    for document in documents:
+        missing = [n for n in names if n not in document.columns and n != "loss_weight"]
+        if missing and (np.asarray(document.labels) != IGNORE_INDEX).any():
+            raise DataError(f"row {document.row_id}: no column {missing[0]}, which other rows of the micro-batch have")
+    return names
 
 
 def outside_vocabulary(key: str, values: np.ndarray, vocab_size: int) -> str | None:

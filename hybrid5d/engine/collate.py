@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 
-from hybrid5d.data.types import IGNORE_INDEX, MicroBatch, Row, outside_vocabulary
+from hybrid5d.data.types import COLUMNS, IGNORE_INDEX, Document, MicroBatch, Row, column_names, outside_vocabulary
 from hybrid5d.models.batch import LocalBatch
 from hybrid5d.parallel.context import ParallelContext
 from hybrid5d.plan.sequence import SequencePlan
@@ -54,40 +54,38 @@ def sequence_plan(micro_batch: MicroBatch, ctx: ParallelContext, options: Sequen
     )
 
 
-def _concatenated(row: Row) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    positions = [np.arange(len(d)) if d.position_ids is None else d.position_ids for d in row]
-    return (
-        np.concatenate([d.input_ids for d in row]),
-        np.concatenate([d.labels for d in row]),
-        np.concatenate(positions),
-    )
-
-
-def _take(values: np.ndarray, index: np.ndarray, fill: int) -> np.ndarray:
-    if values.size == 0:
-        return np.full(index.shape, fill, dtype=np.int64)
-    return np.where(index >= 0, values[np.maximum(index, 0)], fill).astype(np.int64)
-
-
 def local_batch(
     micro_batch: MicroBatch, ctx: ParallelContext, options: SequenceOptions, hidden_size: int, device: torch.device
 ) -> LocalBatch:
-    """Build this rank's share of a micro-batch. Padding gets id 0, position 0 and no label."""
+    """Build this rank's share of a micro-batch. Padding gets id 0, position 0, no label, and each column's own value.
+
+    Raises:
+        DataError: documents of the micro-batch with different columns.
+    """
     plan = sequence_plan(micro_batch, ctx, options)
     index = plan.source_index(ctx.cp.rank)
-    ids, labels, positions = np.empty_like(index), np.empty_like(index), np.empty_like(index)
-    for r, row in enumerate(rows_of(micro_batch, options)):
-        tokens, targets, places = _concatenated(row)
-        ids[r] = _take(tokens, index[r], 0)
-        labels[r] = _take(targets, index[r], IGNORE_INDEX)
-        positions[r] = _take(places, index[r], 0)
+    rows = rows_of(micro_batch, options)
+
+    def cut(of: Callable[[Document], np.ndarray], fill: float, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """One value a token, [b, S/cp]: rows concatenated, the rank's places taken."""
+        out = torch.full(index.shape, fill, dtype=dtype)
+        for r, row in enumerate(rows):
+            real = index[r] >= 0
+            out[r, torch.from_numpy(real)] = torch.from_numpy(np.concatenate([of(d) for d in row])[index[r][real]])
+        return out.to(device)
+
+    def column(name: str) -> torch.Tensor:
+        fill = COLUMNS[name]
+        return cut(lambda d: d.columns.get(name, np.full(len(d), fill, np.float32)), fill, torch.float32)
+
     shards = ctx.tp.size if ctx.sequence_parallel else 1
-
-    def tensor(a: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(a)).to(device)
-
     return LocalBatch(
-        tensor(ids), tensor(labels), tensor(positions), plan, (plan.batch, plan.local_length // shards, hidden_size)
+        input_ids=cut(lambda d: d.input_ids, 0),
+        labels=cut(lambda d: d.labels, IGNORE_INDEX),
+        position_ids=cut(lambda d: np.arange(len(d)) if d.position_ids is None else d.position_ids, 0),
+        columns={name: column(name) for name in column_names(d for row in rows for d in row)},
+        sequence=plan,
+        hidden_shape=(plan.batch, plan.local_length // shards, hidden_size),
     )
 
 

@@ -211,7 +211,7 @@ class Engine:
 
     def _dealt(self, documents: Sequence[Document], size: int) -> list[MicroBatch]:
         """This dp rank's micro-batches; short ranks get dummies (row_id -1) so that all run the same number."""
-        numbered = [Document(d.input_ids, d.labels, i, d.position_ids) for i, d in enumerate(documents)]
+        numbered = [replace(d, row_id=i) for i, d in enumerate(documents)]
         per_rank = -(-len(numbered) // (self.ctx.dp.size * size)) * size
         mine = numbered[self.ctx.dp.rank * per_rank : (self.ctx.dp.rank + 1) * per_rank]
         dummy = Document(np.zeros(1, np.int64), np.full(1, IGNORE_INDEX, np.int64), -1)

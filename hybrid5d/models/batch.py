@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ class LocalBatch:
 
     Attributes:
         input_ids, labels, position_ids: [b, S/cp] in the rank's order (zigzag, …); labels already shifted.
+        columns: by name [b, S/cp] fp32, in the order of labels: weights, advantages, ... (`data.types.COLUMNS`).
         sequence: how the rows were cut; attention follows it.
         hidden_shape: shape of the residual stream on this rank: (b, S/cp, H), or (b, S/(cp*tp), H) with SP.
         head: what the last layer computes: the loss, or each label's log-probability and the entropy.
@@ -31,6 +32,7 @@ class LocalBatch:
     sequence: SequencePlan
     hidden_shape: tuple[int, int, int]
     head: Literal["loss", "logprobs"] = "loss"
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def shared(self, key: Hashable, make: Callable[[], Any]) -> Any:
