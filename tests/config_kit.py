@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from hybrid5d.errors import ConfigErrors
 
 REPO = Path(__file__).resolve().parents[1]
 CORPUS = REPO.parent / "shared" / "corpus" / "rlinf"
+OWN_RLINF = REPO / "tests" / "rlinf" / "yamls"  # files of RLinf's shape of our own
 EXAMPLES = REPO / "examples" / "rlinf"
 needs_corpus = pytest.mark.skipif(not CORPUS.is_dir(), reason=f"the corpus of real RLinf files is not at {CORPUS}")
 
@@ -76,6 +76,6 @@ def error_lines(call: Any, *args: Any, **kwargs: Any) -> dict[str, str]:
     return {e.key: str(e) for e in caught.value.errors}
 
 
-def corpus_files() -> Iterator[Path]:
-    """Every YAML of the corpus."""
-    return iter(sorted(CORPUS.rglob("*.yaml")) if CORPUS.is_dir() else [])
+def rlinf_files() -> list[Path]:
+    """Every YAML of RLinf's shape: our own, and the corpus where it is there."""
+    return [*sorted(OWN_RLINF.glob("*.yaml")), *(sorted(CORPUS.rglob("*.yaml")) if CORPUS.is_dir() else [])]

@@ -18,7 +18,7 @@ from hybrid5d.config.classify import Classifier, meant, owner
 from hybrid5d.config.loaded import KeyReport, LoadedYaml
 from hybrid5d.config.overrides import Override, apply_overrides, parse_overrides
 from hybrid5d.config.resolve import dependents, resolve
-from hybrid5d.config.schema import RunConfig, schema_keys
+from hybrid5d.config.schema import RunConfig, block_of, schema_keys
 from hybrid5d.config.yaml_file import read_mapping
 from hybrid5d.errors import ConfigError, ConfigErrors, best_effort
 
@@ -165,7 +165,9 @@ def _schema_error(fault: Any) -> ConfigError:
         message = f"a block of keys is needed, not a {type(value).__name__}"
     if value is None:
         message = f"null is not the same as leaving the key out: {message}"
-    fix = f"{field.description}; default {field.get_default(call_default_factory=True)!r}" if field else "repair it"
+    fix = f"known keys: {', '.join(block.model_fields)}" if (block := block_of(path)) else "repair it"
+    if field is not None:
+        fix = f"{field.description}; default {field.get_default(call_default_factory=True)!r}"
     return ConfigError(path, value if len(repr(value)) <= 120 else f"{value!r:.117}...", message, fix)
 
 

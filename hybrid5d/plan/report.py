@@ -67,7 +67,7 @@ def _emit_schedule(e: Emitted, plan: RunPlan) -> None:
     ramp = [f"{_S}{n}" for n in ("start_weight_decay", "end_weight_decay") if getattr(sched, n) is not None]
     sources = {
         "decay_steps": iters,
-        "warmup_steps": [f"{_S}lr_warmup_iters" if fraction is None else f"{_S}lr_warmup_fraction", *iters[:1]],
+        "warmup_steps": [f"{_S}lr_warmup_iters"] if fraction is None else [f"{_S}lr_warmup_fraction", *iters],
         "warmup_init": [f"{_S}lr_warmup_init"],
         "min_lr": [f"{_S}min_lr"] if decays else [],
         "max_lr": ["actor.optim.lr"],

@@ -12,7 +12,7 @@ import yaml
 
 from hybrid5d.plan.convert import Translation, translate
 from hybrid5d.plan.outputs import json_text, plan_files
-from tests.config_kit import CORPUS, EXAMPLES, native, write_yaml
+from tests.config_kit import EXAMPLES, OWN_RLINF, native, write_yaml
 
 JUNK: list[Any] = [
     None,
@@ -113,10 +113,7 @@ def mutate(tree: dict[str, Any], rng: random.Random) -> dict[str, Any]:
 
 def seeds() -> list[dict[str, Any]]:
     trees = [native(), yaml.safe_load((EXAMPLES / "base_grpo.yaml").read_text())]
-    for name in ("qwen2.5-1.5b-ppo-megatron.yaml", "moonlight-16b-grpo-megatron.yaml"):
-        path = CORPUS / "examples/reasoning/config/math" / name
-        if path.is_file():
-            trees.append(yaml.safe_load(path.read_text()))
+    trees += [yaml.safe_load((OWN_RLINF / name).read_text()) for name in ("grpo.yaml", "ppo.yaml")]
     return trees
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +14,15 @@ from hybrid5d.config.tree import leaves
 from hybrid5d.plan.convert import translate
 from hybrid5d.plan.deepspeed_keys import FORBIDDEN, SECTIONS, TOP_LEVEL
 from hybrid5d.plan.run import RunPlan
-from tests.config_kit import CORPUS, EXAMPLES, corpus_files
+from tests.config_kit import EXAMPLES, OWN_RLINF, rlinf_files
+
+SOURCES = [*sorted(EXAMPLES.glob("*.yaml")), *rlinf_files()]
 
 
-def plans() -> list[tuple[str, RunPlan]]:
-    sources = [*sorted(EXAMPLES.glob("*.yaml")), *corpus_files()]
-    found = [(p.name, translate(p)) for p in sources]
-    return [(name, t.plan) for name, t in found if t.plan is not None and not t.errors]
+@cache
+def plan_of(path: Path) -> RunPlan | None:
+    translation = translate(path)
+    return None if translation.errors else translation.plan
 
 
 def parse(plan: RunPlan, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -31,8 +34,11 @@ def parse(plan: RunPlan, monkeypatch: pytest.MonkeyPatch) -> Any:
     return ds.DeepSpeedConfig(copy.deepcopy(plan.deepspeed), mpu=mpu)
 
 
-@pytest.mark.parametrize(("name", "plan"), plans(), ids=lambda v: v if isinstance(v, str) else "")
-def test_deepspeed_reads_the_same_numbers(name: str, plan: RunPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_deepspeed_reads_the_same_numbers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(path)
+    if plan is None:
+        return  # refused: there is nothing to parse
     config = parse(plan, monkeypatch)
     assert "auto" not in [v for _, v in leaves(plan.deepspeed)]
     assert set(plan.deepspeed) <= TOP_LEVEL and "scheduler" not in plan.deepspeed
@@ -52,7 +58,8 @@ def test_deepspeed_reads_the_same_numbers(name: str, plan: RunPlan, monkeypatch:
 
 
 def test_a_wrong_batch_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plans()[0][1]
+    plan = translate(OWN_RLINF / "grpo.yaml").plan
+    assert plan is not None
     plan.deepspeed["train_batch_size"] += 1
     with pytest.raises(AssertionError):
         parse(plan, monkeypatch)
@@ -93,8 +100,5 @@ def test_key_tables_equal_the_installed_deepspeed() -> None:
     assert {path.split(".")[0] for path in FORBIDDEN} <= TOP_LEVEL
 
 
-def test_the_corpus_was_seen_or_its_absence_is_known() -> None:
-    assert any(Path(EXAMPLES).glob("*.yaml"))
-    if not CORPUS.is_dir():
-        pytest.skip(f"the corpus of real RLinf files is not at {CORPUS}; own YAMLs were parsed")
-    assert len(plans()) > 25
+def test_most_files_were_parsed() -> None:
+    assert sum(plan_of(path) is not None for path in SOURCES) >= len(SOURCES) // 2 >= 6

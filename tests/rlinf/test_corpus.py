@@ -1,4 +1,7 @@
-"""Real RLinf files: verdicts, numbers, and an account of every key."""
+"""Files of RLinf's shape: verdicts, numbers, and an account of every key.
+
+`yamls/` holds files of our own; where a corpus of RLinf's own files lies beside the checkout, they are read too.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,8 @@ from hybrid5d.load import load_config
 from hybrid5d.plan.convert import Translation, translate
 from hybrid5d.plan.outputs import plan_files
 from hybrid5d.plan.run import examine
-from tests.config_kit import CORPUS, needs_corpus
+from tests.config_kit import CORPUS, OWN_RLINF, needs_corpus
 
-pytestmark = needs_corpus
 # notes of expected.tsv -> words that the notice must hold
 NOTES = {
     "MA actor": "multi-agent actor",
@@ -36,13 +38,23 @@ NOTES = {
 
 
 def rows() -> list[dict[str, str]]:
-    path = CORPUS / "expected.tsv"
-    return list(csv.DictReader(path.open(), delimiter="\t")) if path.is_file() else []
+    """The tables' lines; `path` is absolute."""
+    tables = [folder / "expected.tsv" for folder in (OWN_RLINF, CORPUS)]
+    return [
+        {**row, "path": str(path.parent / row["path"])}
+        for path in tables
+        if path.is_file()
+        for row in csv.DictReader(path.open(), delimiter="\t")
+    ]
+
+
+def name(row: dict[str, str]) -> str:
+    return "/".join(Path(row["path"]).parts[-2:])
 
 
 @cache
 def translated(path: str) -> Translation:
-    return translate(CORPUS / path)
+    return translate(path)
 
 
 def numbers(result: Translation) -> dict[str, Any]:
@@ -73,18 +85,18 @@ def numbers(result: Translation) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda r: r["path"])
+@pytest.mark.parametrize("row", rows(), ids=name)
 def test_verdict_numbers_and_notes(row: dict[str, str]) -> None:
     result = translated(row["path"])
     assert result.verdict == row["expect"], [str(e) for e in result.errors]
     if row["expect"] == "refuse":
         assert row["reason_key"] in [e.key for e in result.errors]
-    for name, found in numbers(result).items():
-        wanted = row[name]
+    for number, found in numbers(result).items():
+        wanted = row[number]
         try:
-            assert float(found) == pytest.approx(float(wanted), rel=1e-9), name
+            assert float(found) == pytest.approx(float(wanted), rel=1e-9), number
         except ValueError:
-            assert str(found) == wanted, name
+            assert str(found) == wanted, number
     data = result.to_dict()
     recompute = data["engine"]["recompute"]
     assert "/".join(str(v) for v in recompute.values()) == row["recompute"]
@@ -105,22 +117,22 @@ def leaves(tree: Any, prefix: str = "") -> list[str]:
     return [leaf for name, value in tree.items() for leaf in leaves(value, f"{prefix}.{name}" if prefix else str(name))]
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda r: r["path"])
+@pytest.mark.parametrize("row", rows(), ids=name)
 def test_every_key_is_accounted_for_once(row: dict[str, str]) -> None:
     keys = [e["key"] for e in translated(row["path"]).report]
     assert len(keys) == len(set(keys))
-    missing = set(leaves(yaml.safe_load((CORPUS / row["path"]).read_text()))) - set(keys)
+    missing = set(leaves(yaml.safe_load(Path(row["path"]).read_text()))) - set(keys)
     assert not missing
     for entry in translated(row["path"]).report:
         assert entry["disposition"] in ("deepspeed", "engine", "dropped", "overridden", "defaulted") and entry["why"]
 
 
 def test_dangling_reference_in_a_dropped_key_is_a_notice() -> None:
-    result = translated("examples/reasoning/config/math/qwen2.5-1.5b-is-megatron.yaml")
+    result = translated(str(OWN_RLINF / "grpo.yaml"))
     assert any("actor.megatron.ckpt_convertor.hf_model_path" in n and "rollout.path" in n for n in result.notices)
 
 
-@pytest.mark.parametrize("row", [r for r in rows() if r["expect"] == "translate"], ids=lambda r: r["path"])
+@pytest.mark.parametrize("row", [r for r in rows() if r["expect"] == "translate"], ids=name)
 def test_resolved_yaml_is_the_same_run(row: dict[str, str], tmp_path: Path) -> None:
     first = translated(row["path"]).plan
     assert first is not None
@@ -130,7 +142,7 @@ def test_resolved_yaml_is_the_same_run(row: dict[str, str], tmp_path: Path) -> N
     assert again == first.config
     second, errors = examine(again, first.layout.world_size)
     assert not errors, [str(e) for e in errors]
-    for name in (
+    for part in (
         "layout",
         "batch",
         "stages",
@@ -141,11 +153,16 @@ def test_resolved_yaml_is_the_same_run(row: dict[str, str], tmp_path: Path) -> N
         "recompute",
         "deepspeed",
     ):
-        assert getattr(second, name) == getattr(first, name)
+        assert getattr(second, part) == getattr(first, part)
     assert json.loads(files["layout.json"])["dp"] == first.layout.dp
 
 
 def test_a_translation_takes_less_than_a_second() -> None:
     start = time.process_time()
-    translate(CORPUS / "examples/reasoning/config/math/qwen2.5-1.5b-grpo-megatron.yaml")
+    translate(OWN_RLINF / "grpo.yaml")
     assert time.process_time() - start < 0.8
+
+
+@needs_corpus
+def test_the_whole_corpus_was_read() -> None:
+    assert len(rows()) == 7 + 40
