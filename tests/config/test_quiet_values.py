@@ -68,7 +68,8 @@ def test_home_is_expanded_in_every_key_that_names_a_file(tmp_path: Path, monkeyp
     keys = {
         "runner__output_dir": "~/o", "runner__resume_dir": "~/c", "runner__logger__log_path": "~/l",
         "data__train_data_paths": ["~/a.jsonl", "b~"], "data__val_data_paths": "~/v.jsonl",
-        "data__chat_template": "~/t", "data__cache_dir": "~", "actor__model__model_path": "~/m", "actor__tokenizer__tokenizer_model": "~/m",
+        "data__chat_template": "~/t", "data__cache_dir": "~", "actor__model__model_path": "~/m",
+        "actor__tokenizer__tokenizer_model": "~/m",
     }  # fmt: skip
     config = load_config(write_yaml(tmp_path / "run.yaml", native(**keys)))
     for key, written in keys.items():
