@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests import layouts
 from tests.covering import Row, covering
-from tests.engine import space
 
 SMALL: dict[str, tuple[Any, ...]] = {"a": (1, 2, 3), "b": (1, 2, 3), "c": (False, True), "d": ("x", "y"), "e": (0, 1)}
 
@@ -54,19 +54,19 @@ def _forbidden_for_a_reason(f: str, a: Any, g: str, b: Any) -> bool:
 
 
 def test_make_test_trains_every_pair_of_choices() -> None:
-    held = {t for row in space.rows(2) for t in combinations(row.items(), 2)}
-    for f, g in combinations(space.FACTORS, 2):
-        for a, b in product(space.FACTORS[f], space.FACTORS[g]):
+    held = {t for row in layouts.rows(2) for t in combinations(row.items(), 2)}
+    for f, g in combinations(layouts.FACTORS, 2):
+        for a, b in product(layouts.FACTORS[f], layouts.FACTORS[g]):
             assert (((f, a), (g, b)) in held) is not _forbidden_for_a_reason(f, a, g, b), (f, a, g, b)
 
 
 def test_triples_hold_all_pairs() -> None:
-    triples = {t for row in space.rows(3) for t in combinations(row.items(), 2)}
-    assert {t for row in space.rows(2) for t in combinations(row.items(), 2)} <= triples
+    triples = {t for row in layouts.rows(3) for t in combinations(row.items(), 2)}
+    assert {t for row in layouts.rows(2) for t in combinations(row.items(), 2)} <= triples
 
 
 def test_a_case_says_what_its_row_says() -> None:
-    case = space.case({**space.rows(2)[-1], "cp": 4, "method": "a2a+p2p", "recompute": "selective", "zero": 0})
+    case = layouts.case({**layouts.rows(2)[-1], "cp": 4, "method": "a2a+p2p", "recompute": "selective", "zero": 0})
     assert case.layout.model == {
         "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2], "recompute_granularity": "selective",
     }  # fmt: skip

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from safetensors import safe_open
 
 from hybrid5d.checkpoint.export import export_checkpoint
 from hybrid5d.errors import CheckpointError, ConfigErrors
+from tests.cli_kit import Done, hybrid5d
 from tests.engine_kit import Layout, build_engine
 from tests.harness import run_ranks
 from tests.kit import MODELS, Recipe, hf_model, make_rows, reference, save_model, step_batch
@@ -186,10 +184,8 @@ def test_export_and_load_again_is_the_identity(tied: dict[str, Path], tmp_path: 
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def command(*args: Any) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    line = [sys.executable, "-m", "hybrid5d.cli.export", *map(str, args)]
-    return subprocess.run(line, capture_output=True, text=True, env=env, timeout=120)
+def command(*args: Any) -> Done:
+    return hybrid5d("export", *args)
 
 
 def test_command_writes_and_refuses(tied: dict[str, Path], tmp_path: Path) -> None:

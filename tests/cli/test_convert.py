@@ -15,14 +15,14 @@ from hybrid5d.load import load_config
 from hybrid5d.plan.convert import translate
 from hybrid5d.plan.report import build_report
 from hybrid5d.plan.run import build_plan
+from tests.cli_kit import Done, hybrid5d
 from tests.config_kit import EXAMPLES, REPO, native, write_model, write_yaml
 
 RUN = EXAMPLES / "qwen2.5-7b-cp2.yaml"
 
 
-def convert(*words: str | Path, cwd: Path = REPO) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hybrid5d.cli.convert", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60, check=False)
+def convert(*words: str | Path, cwd: Path = REPO) -> Done:
+    return hybrid5d("convert", *words, cwd=cwd)
 
 
 def test_json_holds_every_part() -> None:

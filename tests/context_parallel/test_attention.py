@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.context_parallel.attention_cases import Case, Error, Runner
+from tests.attention_cases import Case, Error, Runner
 from tests.harness import run_ranks
 
 NAMES = ("out", "dq", "dk", "dv")

@@ -13,7 +13,7 @@ from hybrid5d.context_parallel import choose_kernel
 from hybrid5d.context_parallel.flash import FlashAttnKernel
 from hybrid5d.context_parallel.kernels import ChunkedKernel, available_kernels
 from hybrid5d.plan.sequence_blocks import Block
-from tests.context_parallel.attention_cases import Case, Error, Runner
+from tests.attention_cases import Case, Error, Runner
 from tests.harness import run_ranks
 
 CASES = [

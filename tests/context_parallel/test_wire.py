@@ -12,7 +12,7 @@ from hybrid5d.context_parallel import ContextParallelAttention, SequencePlan, Tr
 from hybrid5d.context_parallel.kernels import AtenCpuKernel
 from hybrid5d.context_parallel.ulysses import to_heads, to_sequence
 from hybrid5d.parallel.context import Axis
-from tests.context_parallel.attention_cases import HEAD_DIM, Case, Runner, reference
+from tests.attention_cases import HEAD_DIM, Case, Runner, reference
 from tests.harness import run_ranks
 
 

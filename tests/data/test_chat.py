@@ -15,7 +15,7 @@ from hybrid5d.data.chat_mask import token_mask
 from hybrid5d.data.dataset import DataOptions, open_dataset
 from hybrid5d.data.tokenizer import ByteTokenizer, FastTokenizer, load_tokenizer
 from hybrid5d.errors import DataError
-from tests.data.chat_references import CHATML, REFERENCES, SPECIAL_TOKENS, Turns
+from tests.chat_references import CHATML, REFERENCES, SPECIAL_TOKENS, Turns
 
 pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.space import Case
 from tests.engine_kit import Layout
+from tests.layouts import Case
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 BEGIN, END = "<!-- matrix: written by `make matrix` -->", "<!-- /matrix -->"

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.space import RECIPES, Case, axes, cases, recipe_of, rows_per_batch
 from tests.engine_kit import Job, Layout, compare, train_layout
 from tests.kit import MODELS, Recipe, Trace, hf_model, make_packed_rows, make_rows, reference
+from tests.layouts import RECIPES, Case, axes, cases, recipe_of, rows_per_batch
 
 LENGTH = 24
 

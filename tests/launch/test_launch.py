@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launch.launch_kit import CP2, PP2, TP2, Ended, launcher, metrics, run, running, slack, write_run
+from tests.launch_kit import CP2, PP2, TP2, Ended, launcher, metrics, run, running, slack, write_run
 
 pytestmark = pytest.mark.timeout(900)  # each starts a launcher and fresh interpreters
 SAME = ("step", "lr", "valid_tokens", "tokens", "rows_seen")

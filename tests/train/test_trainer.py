@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.harness import RankFailure, run_ranks
-from tests.launch.launch_kit import CP2, PP2, TP2, metrics, write_run
+from tests.launch_kit import CP2, PP2, TP2, metrics, write_run
 
 
 def train(rank: int, world: int, path: str, words: tuple[str, ...], poison: bool = False) -> dict[str, Any]:
