@@ -101,10 +101,11 @@ def ring_attention(
     load_balance: str = "zigzag",
     window: int | None = None,
 ) -> Tensor:
-    """Causal ring attention: q [b, S/cp, nq, d], k, v [b, S/cp, nkv, d] -> [b, S/cp, nq, d]; differentiable.
+    """Causal ring attention over tokens in zigzag order: rank r holds parts r and 2*cp-1-r of 2*cp equal parts.
 
-    Without a plan the local tokens are the zigzag (or contiguous) cut of full rows; a plan brings padding and
-    packed documents, and may be built for `all_gather`. group: None = the default group.
+    q [b, S/cp, nq, d], k, v [b, S/cp, nkv, d] -> [b, S/cp, nq, d]; differentiable, scores times 1/sqrt(d), no dropout.
+    `load_balance="contiguous"`: rank r holds part r of cp. A plan brings its own order (`plan.source_index(rank)`),
+    padding and packed documents, and may be built for `all_gather`. group: None = the default group.
 
     Raises:
         ValueError: S is not a multiple of 2*cp and no plan is given.
@@ -123,9 +124,10 @@ def ulysses_attention(
     plan: SequencePlan | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Causal Ulysses attention: q [b, S/cp, nq, d], k, v [b, S/cp, nkv, d] -> [b, S/cp, nq, d]; differentiable.
+    """Causal Ulysses attention over tokens in their own order: rank r holds part r of cp equal parts.
 
-    Ranks hold consecutive parts of the sequence. nq must divide by cp; nkv must divide by cp or divide it.
+    q [b, S/cp, nq, d], k, v [b, S/cp, nkv, d] -> [b, S/cp, nq, d]; differentiable, scores times 1/sqrt(d), no dropout.
+    nq must divide by cp; nkv must divide by cp or divide it.
     """
     axis = Axis.of(group)
     plan = plan or _whole_plan(q, axis, "a2a", "contiguous")

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybrid5d.context_parallel.kernels import Call, Kernel
+from hybrid5d.context_parallel.merge import Merge
 from hybrid5d.context_parallel.transport import GatherTransport, Part, RingTransport, Transport, accumulate_dtype
 from hybrid5d.parallel.context import Axis
 from hybrid5d.parallel.messages import Traffic
@@ -49,43 +50,12 @@ class RingSetup:
         return kind(self.axis, self.plan, self.window, self.traffic)
 
 
-class Merge:
-    """Running (out, lse) of the local queries in fp32."""
+def attend(q: Tensor, k: Tensor, v: Tensor, setup: RingSetup) -> Tensor:
+    """q [b, S/ring, nq, d], k, v [b, S/ring, nkv, d] -> [b, S/ring, nq, d]; differentiable.
 
-    def __init__(self, q: Tensor):
-        self._q = q
-        self._out: Tensor | None = None  # [b, s, nq, d]
-        self._lse: Tensor | None = None  # [b, nq, s]
-
-    def add(self, call: Call, out: Tensor, lse: Tensor) -> None:
-        """Merge a call's result into its rows: weights from the difference of the two lse, so nothing overflows."""
-        out = out.to(accumulate_dtype(out.dtype))
-        if self._out is None or self._lse is None:
-            if out.shape == self._q.shape:
-                self._out, self._lse = out, lse
-                return
-            self._out, self._lse = self._empty(lse.dtype)
-        rows = call.rows
-        if not call.first:
-            old = self._lse[:, :, rows]
-            weight = torch.sigmoid(lse - old).transpose(1, 2).unsqueeze(-1)  # [b, m, nq, 1]
-            out = self._out[:, rows].lerp_(out, weight)  # in place where rows is a range
-            lse = torch.logaddexp(old, lse)
-        if call.first or not isinstance(rows, slice):
-            self._out[:, rows] = out
-        self._lse[:, :, rows] = lse
-
-    def _empty(self, lse_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        b, s, heads, d = self._q.shape
-        out = self._q.new_zeros((b, s, heads, d), dtype=accumulate_dtype(self._q.dtype))  # padding rows stay zero
-        lse = self._q.new_full((b, s, heads), float("-inf"), dtype=lse_dtype)
-        return out, lse.transpose(1, 2)
-
-    def result(self) -> tuple[Tensor, Tensor]:
-        """out in the queries' dtype, and lse; zeros in rows where no block came."""
-        if self._out is None or self._lse is None:
-            self._out, self._lse = self._empty(accumulate_dtype(self._q.dtype))
-        return self._out.to(self._q.dtype), self._lse
+    Forward moves K/V (as kv heads) over the ring axis; backward moves them again, and dK/dV in fp32.
+    """
+    return _RingAttention.apply(q, k, v, setup)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -137,11 +107,3 @@ def _add_rows(dq: Tensor | None, call: Call, part: Tensor, q: Tensor) -> Tensor:
         dq = torch.zeros_like(q, dtype=accumulate_dtype(q.dtype))
     dq[:, call.rows] += part  # the rows of one call are distinct
     return dq
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, setup: RingSetup) -> Tensor:
-    """q [b, S/ring, nq, d], k, v [b, S/ring, nkv, d] -> [b, S/ring, nq, d]; differentiable.
-
-    Forward moves K/V (as kv heads) over the ring axis; backward moves them again, and dK/dV in fp32.
-    """
-    return _RingAttention.apply(q, k, v, setup)

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from hybrid5d.context_parallel import choose_kernel
-from hybrid5d.context_parallel.flash import FlashAttnKernel
-from hybrid5d.context_parallel.kernels import ChunkedKernel, available_kernels
+from hybrid5d.context_parallel.kernels import available_kernels
+from hybrid5d.context_parallel.kernels.chunked import ChunkedKernel
+from hybrid5d.context_parallel.kernels.flash_attn import FlashAttnKernel
 from hybrid5d.plan.sequence_blocks import Block
 from tests.attention_cases import Case, Error, Runner
 from tests.harness import run_ranks

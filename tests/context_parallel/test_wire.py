@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid5d.context_parallel import ContextParallelAttention, SequencePlan, Traffic, ring_attention, ulysses_attention
-from hybrid5d.context_parallel.kernels import AtenCpuKernel
+from hybrid5d.context_parallel.kernels.aten_cpu import AtenCpuKernel
 from hybrid5d.context_parallel.ulysses import to_heads, to_sequence
 from hybrid5d.parallel.context import Axis
 from tests.attention_cases import HEAD_DIM, Case, Runner, reference

@@ -1,4 +1,8 @@
-"""The flash-attn package, variable-length form: all blocks of a step that share a mask are one call."""
+"""The flash-attn package, variable-length form: all blocks of a step that share a mask are one call.
+
+A ring needs a backward that takes (out, lse) from outside. Neither flash-attn's public functions nor torch's
+`varlen_attn` offer one, so this calls the two private ones of flash-attn 2.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid5d.context_parallel.kernels import Call, flash_window
+from hybrid5d.context_parallel.kernels.base import Call, flash_window
 from hybrid5d.plan.sequence_blocks import Block
 
 
