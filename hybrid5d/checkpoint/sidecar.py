@@ -9,18 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from hybrid5d.errors import CheckpointError
+from hybrid5d.hf.families import FAMILIES
 from hybrid5d.hf.spec import ModelSpec
 
 CARRIED = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
     "merges.txt", "spiece.model", "chat_template*", "additional_chat_templates", "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-}
 HF_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -53,8 +48,8 @@ def exported_config(raw: dict[str, Any], dtype: str) -> dict[str, Any]:
         config[key] = HF_DTYPES[dtype]
     config.setdefault("tie_word_embeddings", False)
     family = str(config.get("model_type"))
-    if "architectures" not in config and family in ARCHITECTURES:
-        config["architectures"] = [ARCHITECTURES[family]]
+    if family in FAMILIES:
+        config.setdefault("architectures", [FAMILIES[family].architecture])
     return config
 
 

@@ -63,7 +63,7 @@ def initialize(plan: RunPlan, layers: LayerFactory | None = None) -> Engine:
         layers: makes the pipeline's layers in place of our decoder (bring your own model: examples/custom_model.py).
 
     Raises:
-        ConfigErrors: what only a running process can know (fp16 on a CPU, dropout, no model folder).
+        ConfigErrors: what only a running process can know (fp16 on a CPU, no model folder).
     """
     spec = plan.model
     if spec is None:
@@ -107,8 +107,5 @@ def _refuse_at_run_time(plan: RunPlan, spec: ModelSpec, device: torch.device) ->
     if kernel not in ("auto", *names):
         rule = f"cannot run {plan.precision.dtype} on {device.type} with head size {spec.head_dim}"
         errors.append(ConfigError("actor.model.attention_kernel", kernel, rule, f"use auto or {', '.join(names)}"))
-    if spec.attention_dropout:
-        key = "actor.model.model_path: config.json attention_dropout"
-        errors.append(ConfigError(key, spec.attention_dropout, "dropout is not supported", "set it to 0.0"))
     if errors:
         raise ConfigErrors(errors)

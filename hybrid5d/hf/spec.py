@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hybrid5d.errors import ConfigError, ConfigErrors
+from hybrid5d.hf.families import DROPOUTS, FAMILIES, LAYER_TYPES, NEUTRAL, Family, is_moe, text_part
+from hybrid5d.hf.rope import RopeSpec, is_number, read_rope, rope_faults, rope_key
 
-DENSE_FAMILIES = ("llama", "qwen2", "qwen3", "mistral")  # HF `model_type` of what we train
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-MAX_POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}  # transformers' defaults
-ROPE_NEEDS = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-ROPE_NUMBERS = (
-    *ROPE_NEEDS["llama3"], "rope_theta", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-)  # fmt: skip
-MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-
-
-@dataclass(frozen=True)
-class RopeSpec:
-    """Rotary embedding: base, variant and the variant's parameters (HF names)."""
-
-    theta: float = 10000.0
-    rope_type: str = "default"
-    parameters: tuple[tuple[str, Any], ...] = ()
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return dict(self.parameters).get(name, default)
+KEY = "actor.model.model_path"
+WINDOW_KEYS = {"use_sliding_window", "sliding_window"}
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 @dataclass(frozen=True)
@@ -57,12 +39,11 @@ class ModelSpec:
     qk_norm: bool = False
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] = ()  # per layer; empty = all layers where sliding_window is set
-    attention_dropout: float = 0.0
     initializer_range: float = 0.02
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
-    torch_dtype: str | None = None
+    notices: tuple[str, ...] = ()  # what config.json says without effect
     raw: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def window(self, layer: int) -> int | None:
@@ -72,84 +53,6 @@ class ModelSpec:
         return self.sliding_window if not self.sliding_layers or self.sliding_layers[layer] else None
 
 
-def is_moe(config: dict[str, Any]) -> bool:
-    """True where an HF config describes a mixture of experts."""
-    text = _text_config(config)
-    return "moe" in str(config.get("model_type", "")) or any((text.get(k) or 0) > 1 for k in MOE_KEYS)
-
-
-def _text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The language model's part of a vision-language config; the config itself otherwise."""
-    inner = config.get("text_config") or config.get("llm_config")
-    return {**config, **inner} if isinstance(inner, dict) else config
-
-
-def _is_number(value: Any, kinds: tuple[type, ...] = (int, float)) -> bool:
-    return type(value) in kinds and abs(value) <= sys.float_info.max  # not a bool, an infinity or NaN
-
-
-def _wrong_kinds(text: dict[str, Any]) -> list[tuple[str, Any, str]]:
-    """(key, value, rule) of the optional keys whose values are of a kind that cannot be meant."""
-    found = []
-    for name in ("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers"):
-        value = text.get(name)
-        if value is not None and not (_is_number(value, (int,)) and value >= 0):
-            found.append((name, value, "a whole number, or null, is needed"))
-    for name in ("rms_norm_eps", "initializer_range", "max_position_embeddings", "attention_dropout", "rope_theta"):
-        may_be_null = name in ("attention_dropout", "rope_theta")
-        if name in text and not (_is_number(text[name]) or (may_be_null and text[name] is None)):
-            found.append((name, text[name], "a number is needed"))
-    for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"):
-        if not isinstance(text.get(name), bool | None):
-            found.append((name, text[name], "true or false is needed"))
-    if not isinstance(text.get("layer_types"), list | None):
-        found.append(("layer_types", text["layer_types"], "a list is needed"))
-    return found
-
-
-def _wrong_rope(text: dict[str, Any]) -> list[tuple[str, Any, str]]:
-    """(key, value, rule) of what keeps the rotary embedding from being computed."""
-    for name in ("rope_scaling", "rope_parameters"):
-        if not isinstance(text.get(name), dict | None):
-            return [(name, text[name], "an object is needed")]
-    name = "rope_parameters" if text.get("rope_parameters") else "rope_scaling"
-    params = _rope_params(text)
-    variant = str(params.get("rope_type") or params.get("type"))
-    needed = ROPE_NEEDS.get(variant, ())
-    missing = [n for n in needed if params.get(n) is None]
-    if missing:
-        return [(name, text[name], f"{variant} needs {', '.join(missing)}")]
-    wrong = [n for n in ROPE_NUMBERS if params.get(n) is not None and not _is_number(params[n])]
-    return [(name, text[name], f"{', '.join(wrong)}: a number is needed")] if wrong else []
-
-
-def _rope_params(config: dict[str, Any]) -> dict[str, Any]:
-    # transformers 5 writes rope_parameters; older releases rope_theta beside rope_scaling.
-    return {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-
-
-def _rope(config: dict[str, Any]) -> RopeSpec:
-    params = _rope_params(config)
-    theta = params.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    rope_type = params.pop("rope_type", None) or params.pop("type", None) or "default"
-    params.pop("type", None)
-    frozen = tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in params.items()))
-    return RopeSpec(float(theta), str(rope_type), frozen)
-
-
-def _sliding(config: dict[str, Any], family: str, layers: int) -> tuple[int | None, tuple[bool, ...]]:
-    window = config.get("sliding_window")
-    if not window or (family.startswith("qwen") and not config.get("use_sliding_window", False)):
-        return None, ()
-    types = config.get("layer_types")
-    if types:
-        return int(window), tuple(t == "sliding_attention" for t in types)
-    if family.startswith("qwen"):
-        first_full = int(config.get("max_window_layers") or 0)
-        return int(window), tuple(i >= first_full for i in range(layers))
-    return int(window), ()
-
-
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
     """The JSON object of `folder/config.json`.
 
@@ -157,94 +60,156 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
         ConfigErrors: the file is missing, unreadable or not a JSON object.
     """
     path = Path(folder) / "config.json"
-    key = "actor.model.model_path"
+
+    def refused(rule: str, fix: str = "repair the file") -> ConfigErrors:
+        return ConfigErrors([ConfigError(KEY, str(folder), f"{path} {rule}", fix)])
+
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigErrors(
-            [ConfigError(key, str(folder), f"{path} does not exist", "give a Hugging Face model folder")]
-        ) from None
+        raise refused("does not exist", "give a Hugging Face model folder") from None
     except (OSError, ValueError, RecursionError) as exc:  # ValueError: not UTF-8, not JSON, an endless number
-        raise ConfigErrors(
-            [ConfigError(key, str(folder), f"{path} cannot be read: {exc}", "repair the file")]
-        ) from None
+        raise refused(f"cannot be read: {exc}") from None
     if not isinstance(config, dict):
-        raise ConfigErrors([ConfigError(key, str(folder), f"{path} holds no JSON object", "repair the file")])
+        raise refused("holds no JSON object")
     return config
 
 
-def parse_hf_config(config: dict[str, Any], key: str = "actor.model.model_path") -> ModelSpec:
-    """A `ModelSpec` from the content of an HF `config.json`.
+def dropout_faults(spec: ModelSpec) -> list[ConfigError]:
+    """Dropouts that config.json asks for: a run is refused, a translation is not."""
+    text = text_part(spec.raw)
+    return [
+        ConfigError(f"{KEY}: config.json {name}", text[name], "dropout is not supported", "set it to 0.0")
+        for name in DROPOUTS
+        if text.get(name)
+    ]
+
+
+def _is_integer(value: Any, least: int) -> bool:
+    return is_number(value, (int,)) and bool(value >= least)
+
+
+def _wrong_kinds(text: Mapping[str, Any], family: Family) -> Iterator[tuple[str, Any, str]]:
+    """(key, value, rule) of values that cannot be meant."""
+    never_null = ("max_position_embeddings", "max_window_layers", "head_dim" if family.head_dim else "")
+    for name in SIZES:
+        if not _is_integer(text.get(name), 1):
+            yield name, text.get(name), "a positive integer is needed"
+    for name in ("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers", "max_position_embeddings"):
+        value = text.get(name)
+        if name not in text or (value is None and name not in never_null):
+            continue
+        least = 0 if name == "max_window_layers" or (name == "sliding_window" and name not in family.reads) else 1
+        if not _is_integer(value, least):
+            yield name, value, f"a whole number of {least} or more is needed"
+    for name in ("rms_norm_eps", "initializer_range"):
+        if name in text and not (is_number(text[name]) and text[name] >= 0):
+            yield name, text[name], "a number is needed"
+    for name in DROPOUTS:
+        if text.get(name) is not None and not (is_number(text[name]) and 0 <= text[name] <= 1):
+            yield name, text[name], "a number from 0 to 1 is needed"
+    for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"):
+        if not isinstance(text.get(name), bool | None):
+            yield name, text[name], "true or false is needed"
+    pad, size = text.get("pad_token_id"), text.get("vocab_size", 0)
+    if pad is not None and _is_integer(size, 1) and not (_is_integer(pad, -size) and pad < size):
+        yield "pad_token_id", pad, f"an id below vocab_size={size} is needed"  # below 0: from the end, as in torch
+
+
+def _wrong_structure(text: Mapping[str, Any], family: Family) -> Iterator[tuple[str, Any, str]]:
+    """(key, value, rule) of what makes another network of the model, or one that cannot be."""
+    for name, neutral in NEUTRAL.items():
+        if text.get(name) not in neutral:
+            yield name, text[name], f"{family.name} models of transformers have no such part"
+    if text.get("hidden_act", "silu") not in ("silu", "swish"):
+        yield "hidden_act", text["hidden_act"], "supported activation is silu (SwiGLU)"
+    types, layers = text.get("layer_types"), text["num_hidden_layers"]
+    if types is None:
+        return
+    if not isinstance(types, list) or len(types) != layers:
+        yield "layer_types", types, f"a list with one entry for each of {layers} layers is needed"
+    elif unknown := sorted({str(t) for t in types if t not in LAYER_TYPES}):
+        yield "layer_types", types, f"{', '.join(unknown)}: known are full_attention and sliding_attention"
+    elif "layer_types" in family.reads and any(LAYER_TYPES[t] for t in types) and not family.sliding(text, layers)[0]:
+        yield "layer_types", types, f"sliding_attention needs {' and '.join(sorted(family.reads & WINDOW_KEYS))}"
+
+
+def _heads(text: Mapping[str, Any], family: Family) -> tuple[int, int]:
+    """(key-value heads, head size)."""
+    heads, hidden = text["num_attention_heads"], text["hidden_size"]
+    return text.get("num_key_value_heads", family.kv_heads) or heads, (
+        text.get("head_dim", family.head_dim) or hidden // heads
+    )
+
+
+def _wrong_heads(text: Mapping[str, Any], family: Family) -> Iterator[tuple[str, Any, str]]:
+    heads, hidden = text["num_attention_heads"], text["hidden_size"]
+    kv_heads, head_dim = _heads(text, family)
+    if heads % kv_heads:
+        default = "" if text.get("num_key_value_heads") else f" ({family.name}'s default)"
+        yield "num_key_value_heads", kv_heads, f"must divide num_attention_heads={heads}{default}"
+    if head_dim % 2 or not head_dim:
+        yield "head_dim", head_dim, "rotary embedding needs an even head_dim"
+    if family.even_heads and hidden % heads:
+        yield "hidden_size", hidden, f"must be a multiple of num_attention_heads={heads}"
+
+
+def _notices(text: Mapping[str, Any], family: Family) -> Iterator[str]:
+    for name in family.unread(text):
+        yield f"config.json {name}={text[name]} has no effect: {family.name} models do not read it"
+    if text.get("rope_scaling") and text.get("rope_parameters") and text["rope_scaling"] != text["rope_parameters"]:
+        yield f"config.json has rope_scaling and rope_parameters: {rope_key(text)} counts, as in transformers"
+
+
+def parse_hf_config(config: dict[str, Any], key: str = KEY) -> ModelSpec:
+    """A `ModelSpec` from the content of an HF `config.json`, read as its family's class in transformers reads it.
 
     Raises:
-        ConfigErrors: families, rope variants or activations that are not ours, numbers missing or contradictory.
+        ConfigErrors: families, rope variants or activations that are not ours, numbers missing or contradictory,
+            structure that these families do not have.
     """
-    text = _text_config(config)
-    family = str(text.get("model_type", config.get("model_type", "")))
-    errors: list[ConfigError] = []
+    text = text_part(config)
+    name = str(text.get("model_type", ""))
 
-    def refuse(name: str, value: Any, rule: str, fix: str) -> None:
-        errors.append(ConfigError(f"{key}: config.json {name}", value, rule, fix))
+    def refuse_if(faults: Iterator[tuple[str, Any, str]], fix: str) -> None:
+        if errors := [ConfigError(f"{key}: config.json {name}", value, rule, fix) for name, value, rule in faults]:
+            raise ConfigErrors(errors)
 
     if is_moe(config):
-        refuse("model_type", family, "mixture-of-experts models are not supported", "use a dense model")
-    elif family not in DENSE_FAMILIES:
-        refuse("model_type", family, f"supported families are {', '.join(DENSE_FAMILIES)}", "use one of these families")
-    needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    for name in needed:
-        value = text.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            refuse(name, value, "a positive integer is needed", "repair config.json")
-    for name, value, rule in (*_wrong_kinds(text), *_wrong_rope(text)):
-        refuse(name, value, rule, "repair config.json")
-    if errors:
-        raise ConfigErrors(errors)
-    heads = text["num_attention_heads"]
-    kv_heads = text.get("num_key_value_heads") or heads
-    head_dim = text.get("head_dim") or text["hidden_size"] // heads
-    if heads % kv_heads:
-        refuse("num_key_value_heads", kv_heads, f"must divide num_attention_heads={heads}", "repair config.json")
-    if text.get("hidden_act", "silu") != "silu":
-        refuse("hidden_act", text["hidden_act"], "supported activation is silu (SwiGLU)", "use a model with silu")
-    rope = _rope(text)
-    if rope.rope_type not in ROPE_TYPES:
-        refuse("rope_type", rope.rope_type, f"supported rope variants are {', '.join(ROPE_TYPES)}", "use one of these")
-    if head_dim % 2:
-        refuse("head_dim", head_dim, "rotary embedding needs an even head_dim", "repair config.json")
-    if errors:
-        raise ConfigErrors(errors)
-    layers = text["num_hidden_layers"]
-    window, sliding_layers = _sliding(text, family, layers)
-    if sliding_layers and len(sliding_layers) != layers:
-        refuse(
-            "layer_types", text["layer_types"], f"one entry for each of {layers} layers is needed", "repair config.json"
-        )
-        raise ConfigErrors(errors)
-    bias = bool(text.get("attention_bias", False))
+        refuse_if(iter([("model_type", name, "mixture-of-experts models are not supported")]), "use a dense model")
+    if name not in FAMILIES:
+        rule = f"supported families are {', '.join(FAMILIES)}"
+        refuse_if(iter([("model_type", name, rule)]), "use one of these families")
+    family = FAMILIES[name]
+    text.setdefault("max_position_embeddings", family.max_positions)
+    refuse_if(iter([*_wrong_kinds(text, family), *rope_faults(text)]), "repair config.json")
+    refuse_if(iter([*_wrong_structure(text, family), *_wrong_heads(text, family)]), "use a model of this structure")
+    kv_heads, head_dim = _heads(text, family)
+    window, sliding_layers = family.sliding(text, text["num_hidden_layers"])
+    bias = bool(text.get("attention_bias"))
     return ModelSpec(
-        model_type=family,
+        model_type=name,
         vocab_size=text["vocab_size"],
         hidden_size=text["hidden_size"],
         intermediate_size=text["intermediate_size"],
-        num_layers=layers,
-        num_attention_heads=heads,
+        num_layers=text["num_hidden_layers"],
+        num_attention_heads=text["num_attention_heads"],
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
-        max_position_embeddings=int(text.get("max_position_embeddings", MAX_POSITIONS[family])),
-        tie_word_embeddings=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
-        rope=rope,
-        attention_bias=True if family == "qwen2" else bias,
-        attention_out_bias=bias and family in ("llama", "qwen3"),
-        mlp_bias=bool(text.get("mlp_bias", False)) and family == "llama",
-        qk_norm=family == "qwen3",
+        max_position_embeddings=text["max_position_embeddings"],
+        tie_word_embeddings=bool(text.get("tie_word_embeddings")),
+        rope=read_rope(text),
+        attention_bias=bias if family.qkv_bias is None else family.qkv_bias,
+        attention_out_bias=bias if family.out_bias is None else family.out_bias,
+        mlp_bias=family.mlp_bias and bool(text.get("mlp_bias")),
+        qk_norm=family.qk_norm,
         sliding_window=window,
         sliding_layers=sliding_layers,
-        attention_dropout=float(text.get("attention_dropout") or 0.0),
         initializer_range=float(text.get("initializer_range", 0.02)),
-        bos_token_id=text.get("bos_token_id"),
-        eos_token_id=text.get("eos_token_id"),
+        bos_token_id=text.get("bos_token_id", family.bos),
+        eos_token_id=text.get("eos_token_id", family.eos),
         pad_token_id=text.get("pad_token_id"),
-        torch_dtype=text.get("dtype") or text.get("torch_dtype"),
+        notices=tuple(_notices(text, family)),
         raw=config,
     )

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from hybrid5d.hf.spec import RopeSpec
+from hybrid5d.hf.rope import RopeSpec
 
 
 def _llama3(inv: Tensor, rope: RopeSpec) -> Tensor:

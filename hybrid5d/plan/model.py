@@ -8,7 +8,8 @@ from typing import Any
 
 from hybrid5d.config.schema import RunConfig
 from hybrid5d.errors import ConfigError, ConfigErrors
-from hybrid5d.hf.spec import ModelSpec, parse_hf_config, read_hf_config
+from hybrid5d.hf.families import is_vision, text_part
+from hybrid5d.hf.spec import ModelSpec, dropout_faults, parse_hf_config, read_hf_config
 
 _KEY = "actor.model.model_path"
 
@@ -78,23 +79,20 @@ def _from_folder(folder: Path, reading: ModelReading, training: bool) -> None:
         reading.errors.extend(exc.errors)
         return
     reading.spec = spec
+    reading.notices += spec.notices
+    if training:
+        reading.errors += dropout_faults(spec)
     reading.numbers = ModelNumbers(
         spec.num_layers, spec.num_attention_heads, spec.num_key_value_heads, spec.vocab_size, str(folder),
         spec.intermediate_size,
     )  # fmt: skip
 
 
-def is_vision(raw: dict[str, Any]) -> bool:
-    """True for the HF config of a vision-language model."""
-    return "vision_config" in raw or "vl" in str(raw.get("model_type", "")).lower().replace("-", "_").split("_")
-
-
 def _vision(folder: Path, raw: dict[str, Any], reading: ModelReading, training: bool) -> None:
     if training:
         rule = "vision-language models cannot be trained yet"
         reading.errors.append(ConfigError(_KEY, str(folder), rule, "use a text model"))
-    text = raw.get("text_config") if isinstance(raw.get("text_config"), dict) else raw
-    assert isinstance(text, dict)
+    text = text_part(raw)
     names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "intermediate_size")
     layers, heads, kv, vocab, inner = (n if isinstance(n, int) else None for n in map(text.get, names))
     reading.numbers = ModelNumbers(layers, heads, kv or heads, vocab, f"{folder} (its language model)", inner)

@@ -319,7 +319,5 @@ def test_unreadable_file(tmp_path: Path) -> None:
 
 
 def test_check_needs_no_torch() -> None:
-    code = (
-        "import sys; import hybrid5d.hf.folder; assert not {'torch', 'safetensors', 'numpy'} & set(sys.modules)"
-    )
+    code = "import sys; import hybrid5d.hf.folder; assert not {'torch', 'safetensors', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": "."})
