@@ -196,9 +196,10 @@ class Bounds:
 
 
 # fp32 differs by the order of sums. bf16 rounds start weights, activations and gradients to 8 significant bits: a norm
-# weight near 1 starts up to 2^-8 away. The largest seen over the pairs of tests/engine: loss 2e-3, norm 4e-3, gradient
-# 5e-2 (a key bias, whose gradient is nearly nothing), weight 4e-3.
-BOUNDS = {"fp32": Bounds(1e-5, 1e-5, 1e-5, 1e-5), "bf16": Bounds(5e-3, 1e-2, 6e-2, 6e-3)}
+# weight near 1 starts up to 2^-8 away. The largest seen: loss 2e-3, norm 4e-3, weight
+# 4e-3 among the pairs; the largest gradient
+# error among the triples 8e-2 (a key bias, whose gradient is nearly nothing).
+BOUNDS = {"fp32": Bounds(1e-5, 1e-5, 1e-5, 1e-5), "bf16": Bounds(5e-3, 1e-2, 1e-1, 6e-3)}
 
 
 def compare(got: Trace, want: Trace, precision: str = "fp32", **changed: float) -> None:

@@ -103,7 +103,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_tied_model(tied: dict[str, Path], tmp_path: Path) -> None:
-    """K03: no head of its own, tie flag kept, live export and checkpoint export the same, equal to the HF loop."""
+    """No head of its own, tie flag kept, live export and checkpoint export the same, equal to the HF loop."""
     out = export_checkpoint(tied["ckpt"], tmp_path / "out")
     model = load_strict(out)
     assert "lm_head.weight" not in stored(out)
@@ -154,7 +154,7 @@ NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def test_dtypes_of_a_bf16_run(tmp_path: Path) -> None:
-    """K09: all floats in the asked dtype, config agrees; bf16 = rounded fp32 masters."""
+    """All floats in the asked dtype, config agrees; bf16 = rounded fp32 masters."""
     source = source_folder("qwen2", tmp_path / "source")
     exports = {tmp_path / f"live-{d}": {"dtype": d} for d in ("bf16", "fp32", "same")}
     train(Layout(tp=2, dp=2, precision="bf16"), source, tmp_path / "ckpt", exports)

@@ -63,7 +63,7 @@ def test_equals_full_attention(cp):
 
 @pytest.mark.parametrize("documents,cps", [(((256,),), (2, 4, 8)), (((1280,),), (2,))])
 def test_bf16_error_does_not_grow_with_the_ring(documents, cps):
-    """N20: partial results are merged in fp32, gradients travel in fp32. 1280: blocks that the kernel does in bf16.
+    """Partial results are merged in fp32, gradients travel in fp32. 1280: blocks that the kernel does in bf16.
 
     The norm of the error is bounded; its largest element, a matter of one rounding, only where the kernel gives fp32.
     """
@@ -82,7 +82,7 @@ def test_bf16_error_does_not_grow_with_the_ring(documents, cps):
 
 @pytest.mark.parametrize("dtype,bound", [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
 def test_large_scores_stay_finite(dtype, bound):
-    """N20, second case: scores times 50."""
+    """Scores times 50."""
     cases = [Case(m, documents=((256,),), dtype=dtype, gain=50.0) for m in ("p2p", "a2a", "all_gather")]
     for case, errors in zip(cases, over_ranks(4, cases)):
         for name, error in zip(NAMES, errors):

@@ -152,7 +152,7 @@ def test_a_window_needs_small_masks_only():
 
 
 def ids(rank: int, world: int) -> bool:
-    """N15: batch*1e4 + pos*1e2 + head survives the exchange and names its place."""
+    """batch*1e4 + pos*1e2 + head survives the exchange and names its place."""
     axis, right = Axis.from_group(None), True
     for batch in (1, 2, 3):
         local, heads = 5, 8

@@ -120,7 +120,7 @@ def _first_loss(rank: int, layout: Layout, folder: str, rows: list[Document]) ->
 
 @pytest.mark.parametrize("pp", [2, 3])
 def test_tied_head_on_the_last_stage_has_the_embeddings_weights(small: Path, pp: int) -> None:
-    """K04: the loss before any step is HF's; a head left at random gives about ln(49152) = 10.8."""
+    """The loss before any step is HF's; a head left at random gives about ln(49152) = 10.8."""
     rows = chat_steps(small, 1)[0]
     model = load_hf(small)
     with torch.no_grad():

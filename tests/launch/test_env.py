@@ -80,7 +80,7 @@ def plan(**changes: Any) -> Any:
 
 @pytest.mark.parametrize("asked, refused", [("no", False), ("bf16", False), ("fp16", True), ("fp8", True)])
 def test_accelerates_precision_must_agree(asked: str, refused: bool) -> None:
-    """C07: two places that disagree end in one refusal that names both."""
+    """Two places that disagree end in one refusal that names both."""
     errors = launcher_conflicts({"ACCELERATE_MIXED_PRECISION": asked}, plan())
     assert bool(errors) is refused
     if refused:

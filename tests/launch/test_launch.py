@@ -16,12 +16,13 @@ import pytest
 from tests.launch_kit import CP2, PP2, TP2, Ended, launcher, metrics, run, running, slack, write_run
 
 pytestmark = pytest.mark.timeout(900)  # each starts a launcher and fresh interpreters
+FULL = pytest.mark.full
 SAME = ("step", "lr", "valid_tokens", "tokens", "rows_seen")
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Plain python, one process, with a stale lock where DeepSpeed would build its shared-memory op (H08)."""
+    """Plain python, one process, with a stale lock where DeepSpeed would build its shared-memory op."""
     folder = tmp_path_factory.mktemp("one")
     extensions = folder / "ext" / f"py3{sys.version_info.minor}_cpu" / "deepspeed_shm_comm"
     extensions.mkdir(parents=True)
@@ -37,7 +38,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [("deepspeed", [TP2, f"{TP2[:12]}sequence_parallel=true"]), ("accelerate", []), ("torchrun", [CP2])],
 )
 def test_every_launcher_gives_the_same_run(one_process: Path, tmp_path: Path, name: str, words: list[str]) -> None:
-    """U01, C02, N22: loss, lr per optimizer step (gas 8 and 4), rows and token counts do not depend on the launcher."""
+    """Loss, lr per optimizer step (gas 8 and 4), rows and token counts do not depend on the launcher."""
     path = write_run(tmp_path / "a")
     ended = run([*launcher(name, 2), "--config", str(path), *words, "actor.optim.lr=1e-2"])
     assert ended.code == 0, ended.err
@@ -52,7 +53,7 @@ def test_every_launcher_gives_the_same_run(one_process: Path, tmp_path: Path, na
 
 
 def _check_output(ended: Ended, folder: Path) -> None:
-    """U03: each line once, whole, without control codes; the run directory is complete."""
+    """Each line once, whole, without control codes; the run directory is complete."""
     assert "\r" not in ended.out and "\x1b" not in ended.out
     steps = [line for line in ended.out.splitlines() if line.startswith("step ")]
     assert [line.split()[1] for line in steps] == ["1/4", "2/4", "3/4", "4/4"]
@@ -70,9 +71,9 @@ def test_resolved_yaml_is_the_same_run_and_train_wraps_the_launcher(one_process:
     )
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "torchrun"])
+@pytest.mark.parametrize("name", ["deepspeed", pytest.param("torchrun", marks=FULL)])
 def test_a_refusal_is_told_once(tmp_path: Path, name: str) -> None:
-    """C10, U04: four ranks, one message."""
+    """Four ranks, one message."""
     path = write_run(tmp_path / "a")
     ended = run([*launcher(name, 4), "--config", str(path), f"{TP2[:-1]}8", "actor.optim.clip_grad=-1"])
     assert ended.code == (2 if name == "deepspeed" else 1)  # torchrun returns 1 for whatever its ranks return
@@ -84,13 +85,13 @@ def test_a_refusal_is_told_once(tmp_path: Path, name: str) -> None:
     "name, fault, told",
     [
         ("deepspeed", "raise", "ValueError: the reason"),
-        ("deepspeed", "exit0", "left early with exit code 0"),
-        ("deepspeed", "kill", "the process is gone"),
-        ("torchrun", "vanish", "the process is gone"),
+        pytest.param("deepspeed", "exit0", "left early with exit code 0", marks=FULL),
+        pytest.param("deepspeed", "kill", "the process is gone", marks=FULL),
+        pytest.param("torchrun", "vanish", "the process is gone", marks=FULL),
     ],
 )
 def test_a_rank_that_dies_ends_the_job(tmp_path: Path, name: str, fault: str, told: str) -> None:
-    """H03: the dead rank and its reason come first; all are gone within 30 s; exit code not 0; no result."""
+    """The dead rank and its reason come first; all are gone within 30 s; exit code not 0; no result."""
     path = write_run(tmp_path / "a")
     entry = launcher(name, 4, "tests/launch/faulty_train.py")
     begun = time.time()
@@ -103,7 +104,7 @@ def test_a_rank_that_dies_ends_the_job(tmp_path: Path, name: str, fault: str, to
     assert running(str(path)) == [] and not (folder / "result.json").exists()
 
 
-@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("sig", [pytest.param(signal.SIGTERM, marks=FULL), signal.SIGKILL])
 def test_ranks_do_not_outlive_the_launcher(tmp_path: Path, sig: signal.Signals) -> None:
     """`timeout deepspeed ...` ends the runner and leaves its inner process and the ranks; ours notice and stop."""
     path = write_run(tmp_path / "a")
@@ -127,7 +128,9 @@ def _wait(condition: object, seconds: float) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize("kill_inside", [False, True], ids=["terminated", "launcher killed"])
+@pytest.mark.parametrize(
+    "kill_inside", [pytest.param(False, id="terminated", marks=FULL), pytest.param(True, id="launcher killed")]
+)
 def test_train_ends_with_its_ranks_and_never_reports_a_lost_run_as_done(tmp_path: Path, kill_inside: bool) -> None:
     """SIGTERM reaches every rank; `deepspeed` returns 0 when its inner process is killed, `hybrid5d train` does not."""
     path = write_run(tmp_path / "a")

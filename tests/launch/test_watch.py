@@ -72,7 +72,6 @@ def test_what_only_another_rank_refuses_is_told_with_its_number(
 
 
 def test_a_warning_is_printed_once_with_the_rank_that_had_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """U03."""
     for rank, text in ((2, "low disk"), (0, "low disk"), (1, "odd number")):
         job(tmp_path, rank).warn(text)
     assert capfd.readouterr().err == "[rank 2] warning: low disk\n[rank 1] warning: odd number\n"

@@ -88,7 +88,7 @@ def started(words: list[str], environ: dict[str, str] | None = None) -> tuple[in
     ],
 )
 def test_faults_are_told_at_once(run_yaml: Path, procs: int, words: list[str], told: list[str]) -> None:
-    """C10, U04, H06: key, value, rule, fix; nothing is started."""
+    """Key, value, rule, fix; nothing is started."""
     code, lines, seconds = started(["train", str(run_yaml), "--num-procs", str(procs), *words])
     assert code == 2, lines
     assert len(lines) == len(told) and seconds < 5
@@ -98,7 +98,7 @@ def test_faults_are_told_at_once(run_yaml: Path, procs: int, words: list[str], t
 
 
 def test_what_sounds_illegal_and_is_not(run_yaml: Path) -> None:
-    """C10: uneven layers, fewer micro-batches than stages. Checked by planning only."""
+    """Uneven layers, fewer micro-batches than stages. Checked by planning only."""
     from hybrid5d.launch.preflight import Argv, plan_run
 
     plan, _ = plan_run(Argv(run_yaml, (f"{PP}=4", "actor.global_batch_size=1")), 4)
@@ -113,7 +113,7 @@ def test_worker_refuses_unknown_words(run_yaml: Path, words: list[str]) -> None:
 
 @pytest.mark.parametrize("spelling", ["--local_rank=0", "--local-rank=0"])
 def test_either_spelling_of_local_rank_and_a_wrong_override(run_yaml: Path, spelling: str) -> None:
-    """U01: the launchers' word is accepted, the user's mistake is named."""
+    """The launchers' word is accepted, the user's mistake is named."""
     code, lines, _ = started(["worker", spelling, "--config", str(run_yaml), "actor.optim.lrr=1e-3"])
     assert code == 2 and len(lines) == 1
     assert "actor.optim.lrr" in lines[0] and "actor.optim.lr" in lines[0].split("Fix")[1]
@@ -128,7 +128,6 @@ def test_rows_that_cannot_be_used_are_named_before_torch(run_yaml: Path, bad: st
 
 
 def test_accelerates_precision_is_compared(run_yaml: Path) -> None:
-    """C07."""
     environ = {"ACCELERATE_MIXED_PRECISION": "fp16"}
     code, lines, _ = started(["worker", "--config", str(run_yaml), "actor.model.precision=bf16"], environ)
     assert code == 2 and len(lines) == 1

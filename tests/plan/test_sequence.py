@@ -115,7 +115,7 @@ def test_windows_are_cut_into_strips(window):
 
 
 def test_zigzag_and_contiguous_by_hand():
-    """N10: seq 16, cp 2: rank 0 has 0-3 and 12-15, rank 1 has 4-11."""
+    """seq 16, cp 2: rank 0 has 0-3 and 12-15, rank 1 has 4-11."""
     zigzag = SequencePlan.build(((16,),), 2)
     assert zigzag.source_index(0).tolist() == [[0, 1, 2, 3, 12, 13, 14, 15]]
     assert zigzag.source_index(1).tolist() == [[4, 5, 6, 7, 8, 9, 10, 11]]
@@ -141,7 +141,7 @@ def test_packed_documents_are_cut_one_by_one():
 @pytest.mark.parametrize("documents", [((4096,),), ((1003,),), ((700, 411, 1800, 37), (900,))])
 @pytest.mark.parametrize("cp", [2, 4, 8])
 def test_balance(method, ulysses, documents, cp):
-    """P02: equal work on every rank, and in total the exact causal area."""
+    """Equal work on every rank, and in total the exact causal area."""
     plan = SequencePlan.build(documents, cp, method, ulysses, packed=len(documents) > 1)
     counts = [plan.scores(r) for r in range(cp)]
     assert max(counts) <= 1.02 * min(counts)

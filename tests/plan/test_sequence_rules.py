@@ -9,9 +9,9 @@ from hybrid5d.plan.sequence_rules import check_heads, check_hierarchical, defaul
 @pytest.mark.parametrize(
     "q,kv,tp,cp,method,ulysses,legal",
     [
-        (4, 2, 1, 4, "a2a", None, True),  # N17: kv heads repeated
-        (4, 2, 2, 2, "a2a", None, True),  # N17: one local kv head
-        (6, 3, 1, 2, "a2a", None, False),  # N17: uneven groups
+        (4, 2, 1, 4, "a2a", None, True),  # kv heads repeated
+        (4, 2, 2, 2, "a2a", None, True),  # one local kv head
+        (6, 3, 1, 2, "a2a", None, False),  # uneven groups
         (8, 8, 1, 2, "a2a", None, True),
         (8, 8, 1, 3, "a2a", None, False),
         (8, 8, 4, 4, "a2a", None, False),

@@ -43,7 +43,7 @@ LAYOUTS = [(1, ()), (2, (TP2,)), (2, (CP2,)), (2, (PP2,)), (2, ())]
 
 @pytest.mark.parametrize("world, words", LAYOUTS, ids=["one", "tp2", "cp2", "pp2", "dp2"])
 def test_evaluation_equals_training_at_frozen_weights(tmp_path: Path, world: int, words: tuple[str, ...]) -> None:
-    """N22: the same rows, gas 8 or 4; loss is the token mean, tokens are counted once, valid ones apart."""
+    """The same rows, gas 8 or 4; loss is the token mean, tokens are counted once, valid ones apart."""
     path = write_run(tmp_path / "a", rows=21)
     rows = [len(json.loads(x)["input_ids"]) for x in (tmp_path / "a" / "rows.jsonl").read_text().splitlines()]
     frozen = ("actor.optim.lr=0", "actor.lr_sched.min_lr=0", "runner.max_steps=-1", "runner.max_epochs=1")
