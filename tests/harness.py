@@ -39,11 +39,14 @@ class RankFailure(AssertionError):
     """A rank raised, died or ran out of time."""
 
 
-def join_group(rank: int, world: int, folder: str) -> None:
-    """Make the default process group. The one place that names a backend."""
+def join_group(rank: int, world: int, folder: str, backend: str | None = None) -> None:
+    """Make the default process group. The one place that names a backend: TEST_BACKEND's, unless the item has one."""
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    import hybrid5d.shared_memory  # noqa: F401  (registers shm)
+
+    name, at = backend or os.environ.get("TEST_BACKEND", "gloo"), f"file://{folder}/rendezvous"
+    dist.init_process_group(name, init_method=at, rank=rank, world_size=world)
 
 
 def _main(
@@ -65,7 +68,7 @@ def _main(
 
         torch.set_num_threads(1)
         if world > 1 or getattr(fn, "needs_group", False):
-            join_group(rank, world, folder)
+            join_group(rank, world, folder, getattr(fn, "backend", None))
         payload: tuple[str, Any] = ("ok", fn(rank, *args))
     except BaseException:
         payload = ("error", traceback.format_exc())
