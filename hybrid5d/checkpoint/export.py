@@ -14,7 +14,7 @@ from hybrid5d.checkpoint import manifest as files
 from hybrid5d.checkpoint.hf_write import plan_shards, write_index, write_shard
 from hybrid5d.checkpoint.manifest import WEIGHT, StoredTensor
 from hybrid5d.checkpoint.shards import write_shards
-from hybrid5d.checkpoint.sidecar import copy_sidecar, exported_config, read_config
+from hybrid5d.checkpoint.sidecar import copy_sidecar, exported_config, read_config, write_sidecar
 from hybrid5d.checkpoint.state import TrainState
 from hybrid5d.errors import CheckpointError, ConfigError, ConfigErrors
 from hybrid5d.models.dtypes import DTYPES
@@ -112,7 +112,7 @@ def _write_folder(
         for file in mine:
             write_shard(temporary / file, plan.files[file], ordered, source, DTYPES[options.dtype])
         if axis.rank == 0:
-            copy_sidecar(sidecar, None, temporary)
+            copy_sidecar(sidecar, temporary)
             config = json.dumps(exported_config(raw, options.dtype), indent=2) + "\n"
             (temporary / "config.json").write_text(config, encoding="utf-8")
             write_index(temporary, plan)
@@ -173,7 +173,7 @@ def export_hf(
             refuse_existing(target, force)
             _make(temporary)
             _make(shards)
-            copy_sidecar(state.plan.config.actor.model.model_path, state.plan.model, shards / files.SIDECAR)
+            write_sidecar(state.plan, shards / files.SIDECAR)
 
     together(axis, prepare)
     try:

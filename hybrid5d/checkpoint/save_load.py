@@ -18,7 +18,7 @@ from torch import nn
 from hybrid5d.checkpoint import manifest as files
 from hybrid5d.checkpoint.manifest import WEIGHT, Manifest
 from hybrid5d.checkpoint.shards import RNG, shard_files, write_shards
-from hybrid5d.checkpoint.sidecar import copy_sidecar
+from hybrid5d.checkpoint.sidecar import write_sidecar
 from hybrid5d.checkpoint.start_weights import TensorFiles, zero_padding
 from hybrid5d.checkpoint.state import TrainState
 from hybrid5d.checkpoint.stored import fill_from_runs
@@ -90,7 +90,7 @@ def save_checkpoint(state: TrainState, directory: str | Path, extra: Mapping[str
                 faults = files.file_faults(actor, manifest)
                 if faults:  # another node's files are not visible here
                     raise CheckpointError("\n".join([*faults, f"{root} must be on a file system that all nodes share"]))
-                copy_sidecar(state.plan.config.actor.model.model_path, state.plan.model, actor / files.SIDECAR)
+                write_sidecar(state.plan, actor / files.SIDECAR)
                 _write_text(actor / files.MANIFEST, manifest.to_json())
                 _publish(root, temporary, final)
 

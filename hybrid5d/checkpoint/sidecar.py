@@ -8,37 +8,61 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from hybrid5d.data.build import tokenizer_name
+from hybrid5d.data.tokenizer import BYTES
 from hybrid5d.errors import CheckpointError
 from hybrid5d.hf.families import FAMILIES
-from hybrid5d.hf.spec import ModelSpec
+from hybrid5d.plan.run import RunPlan
 
-CARRIED = (
-    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
-    "merges.txt", "spiece.model", "chat_template*", "additional_chat_templates", "LICENSE*", "NOTICE*", "USE_POLICY*",
+OF_MODEL = ("config.json", "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
+OF_TOKENIZER = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model",
+    "chat_template*", "additional_chat_templates",
 )  # fmt: skip
+LEFT_OUT = (".py", ".safetensors", ".bin")
 HF_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def copy_sidecar(source: str | Path | None, spec: ModelSpec | None, target: Path) -> None:
-    """Copy what an export needs from the model folder into `target` (made here); config.json comes from `spec`.
-
-    Weights, their index and code are left out.
+def write_sidecar(plan: RunPlan, target: Path) -> None:
+    """What the run used beside its weights, into `target` (made here): the model's configuration and generation
+    settings, the run's tokenizer and its chat template.
     """
     target.mkdir(parents=True, exist_ok=True)
-    folder = Path(source) if source is not None else None
-    for path in sorted(folder.iterdir()) if folder is not None and folder.is_dir() else ():
-        if not any(fnmatchcase(path.name, pattern) for pattern in CARRIED) or path.suffix in (
-            ".py",
-            ".safetensors",
-            ".bin",
-        ):
+    config = plan.config
+    folder, tokenizer = config.actor.model.model_path, tokenizer_name(plan)
+    if folder is not None:
+        copy_sidecar(Path(folder), target, OF_MODEL)
+    if config.actor.tokenizer.tokenizer_model is None and config.data.type == "tokens":
+        tokenizer = str(folder)  # the data came as ids: whichever files the model has, they are its tokenizer
+    if tokenizer != BYTES:
+        copy_sidecar(Path(tokenizer), target, OF_TOKENIZER)
+    if config.data.chat_template is not None:
+        _replace_template(Path(config.data.chat_template), target)
+    if plan.model is not None:
+        (target / "config.json").write_text(json.dumps(plan.model.raw, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_sidecar(source: Path, target: Path, patterns: tuple[str, ...] = (*OF_MODEL, *OF_TOKENIZER)) -> None:
+    """Copy a folder's files of these names, without weights, their index and code."""
+    for path in sorted(source.iterdir()) if source.is_dir() else ():
+        if path.suffix in LEFT_OUT or not any(fnmatchcase(path.name, pattern) for pattern in patterns):
             continue
         if path.is_dir():
             shutil.copytree(path, target / path.name, dirs_exist_ok=True)
         else:
             shutil.copyfile(path, target / path.name)
-    if spec is not None:
-        (target / "config.json").write_text(json.dumps(spec.raw, indent=2) + "\n", encoding="utf-8")
+
+
+def _replace_template(template: Path, target: Path) -> None:
+    """Make `template` the only one of a tokenizer's files."""
+    shutil.rmtree(target / "additional_chat_templates", ignore_errors=True)
+    for path in target.glob("chat_template*"):
+        path.unlink()
+    shutil.copyfile(template, target / "chat_template.jinja")
+    settings = target / "tokenizer_config.json"
+    if settings.is_file():
+        kept = {k: v for k, v in json.loads(settings.read_text(encoding="utf-8")).items() if k != "chat_template"}
+        settings.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def exported_config(raw: dict[str, Any], dtype: str) -> dict[str, Any]:
