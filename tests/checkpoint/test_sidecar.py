@@ -62,6 +62,7 @@ def test_a_chat_with_the_export_has_the_prompt_of_the_training(tmp_path: Path, n
     (text,) = trained.render([CHAT])  # type: ignore[union-attr]
     assert prompt(out) == (text, trained.encode_batch([text])[0].tolist()) and text == "<user>ab|<assistant>c|"
     assert prompt(out)[1] != prompt(tmp_path / "model")[1]
+    assert transformers.AutoTokenizer.from_pretrained(out).chat_template == OWN  # no template by another name is left
 
 
 def test_without_keys_of_its_own_the_model_folder_counts(tmp_path: Path) -> None:
