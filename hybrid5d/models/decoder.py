@@ -29,8 +29,8 @@ from hybrid5d.tensor_parallel import (
     VocabParallelEmbedding,
     VocabShard,
     column_linear,
-    linear_cross_entropy,
     linear_logprobs,
+    linear_token_loss,
     replicated,
 )
 
@@ -174,16 +174,17 @@ class Embedding(VocabParallelEmbedding):
         return super().forward(batch.input_ids)
 
 
-def head_forward(
-    weight: Tensor, vocab: VocabShard, x: Tensor, batch: LocalBatch, ctx: ParallelContext
-) -> Any:
+def head_forward(weight: Tensor, vocab: VocabShard, x: Tensor, batch: LocalBatch, ctx: ParallelContext) -> Any:
     """x [b, s, H] ([b, s/n, H] with SP) against weight [V/n, H]; `batch.head` says what for.
 
-    `loss`: fp32 sum of the cross entropy over this rank's valid tokens (equal on tp ranks).
+    `loss`: fp32 sum of the cross entropy, times the column `loss_weight` where there is one, over this rank's valid
+    tokens (equal on tp ranks).
     `logprobs`: (log-probability of each label, entropy), fp32 [b, s] each, no gradient.
     """
-    compute = linear_cross_entropy if batch.head == "loss" else linear_logprobs
-    return compute(x, weight, batch.labels, vocab, HeadOptions(ctx.sequence_parallel))
+    options = HeadOptions(ctx.sequence_parallel)
+    if batch.head == "logprobs":
+        return linear_logprobs(x, weight, batch.labels, vocab, options)
+    return linear_token_loss(x, weight, batch.labels, vocab, columns=batch.columns, options=options).loss
 
 
 class Head(nn.Module):
@@ -231,7 +232,5 @@ def decoder_layers(
     layers.append(
         LayerDef("norm", lambda: RMSNorm(spec.hidden_size, spec.rms_norm_eps, "model.norm.weight", ctx.tp, partial=sp))
     )
-    layers.append(
-        LayerDef("head", embedding, key, tied_head) if tied else LayerDef("head", lambda: Head(spec, ctx))
-    )
+    layers.append(LayerDef("head", embedding, key, tied_head) if tied else LayerDef("head", lambda: Head(spec, ctx)))
     return layers

@@ -254,7 +254,7 @@ def linear_token_loss(
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, options: HeadOptions = HeadOptions()
 ) -> Tensor:
-    """Sum of the cross entropy over valid tokens; see `linear_token_loss`."""
+    """Sum of the cross entropy over valid tokens, unweighted; see `linear_token_loss`."""
     return linear_token_loss(hidden, weight, targets, shard, options=options).loss
 
 
