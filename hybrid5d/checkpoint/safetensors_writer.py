@@ -15,17 +15,15 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from hybrid5d.hf.safetensors_header import DTYPE_BYTES
+from hybrid5d.config.dtypes import STORED
 
-TORCH_NAMES = {
-    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.uint8: "U8",
-}  # fmt: skip
+TORCH_NAMES: dict[torch.dtype, str] = {getattr(torch, row.hf): name for name, row in STORED.items()}
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def tensor_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     """Size of a stored tensor."""
-    return prod(shape) * DTYPE_BYTES[TORCH_NAMES[dtype]]
+    return prod(shape) * STORED[TORCH_NAMES[dtype]].size
 
 
 class SafetensorsWriter:

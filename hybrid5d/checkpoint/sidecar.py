@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from hybrid5d.config.dtypes import PRECISIONS
 from hybrid5d.data.build import tokenizer_name
 from hybrid5d.data.tokenizer import BYTES
 from hybrid5d.errors import CheckpointError
@@ -20,7 +21,6 @@ OF_TOKENIZER = (
     "chat_template*", "additional_chat_templates",
 )  # fmt: skip
 LEFT_OUT = (".py", ".safetensors", ".bin")
-HF_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def write_sidecar(plan: RunPlan, target: Path) -> None:
@@ -69,7 +69,7 @@ def exported_config(raw: dict[str, Any], dtype: str) -> dict[str, Any]:
     """config.json of an export: the source's, with the dtype that was written and the keys that loaders need."""
     config = {k: v for k, v in raw.items() if k not in ("_name_or_path", "transformers_version")}
     for key in {"dtype", "torch_dtype"} & set(config) or {"dtype"}:
-        config[key] = HF_DTYPES[dtype]
+        config[key] = PRECISIONS[dtype].hf
     config.setdefault("tie_word_embeddings", False)
     family = str(config.get("model_type"))
     if family in FAMILIES:

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from hybrid5d.config.dtypes import precision
+
 
 def _no_bool(value: Any) -> Any:
     if isinstance(value, bool):
@@ -24,21 +26,15 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-PRECISIONS = {
-    "fp32": ("fp32", "32", "32-true", "float32"),
-    "bf16": ("bf16", "bf16-mixed", "bf16-true", "bfloat16"),
-    "fp16": ("fp16", "16", "16-mixed", "16-true", "float16"),
-}
 DEFAULT_PRECISION = "fp32"
 
 
 def _precision(value: Any) -> Any:
     if value is None:
         return DEFAULT_PRECISION
-    text = str(value).strip().lower()
-    for name, spellings in PRECISIONS.items():
-        if text in spellings and not isinstance(value, (bool, float)):
-            return name
+    name = None if isinstance(value, (bool, float)) else precision(str(value))
+    if name is not None:
+        return name
     raise ValueError("known precisions are fp32 (32), bf16 (bf16-mixed) and fp16 (16, 16-mixed)")
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from hybrid5d.errors import ConfigError
-from hybrid5d.hf.safetensors_header import HeaderError, TensorHeader, read_header
 from hybrid5d.hf.spec import ModelSpec
 
 KEY = "actor.model.model_path"
@@ -25,6 +26,35 @@ TO_SAFETENSORS = (
     'convert once with python -c "from transformers import AutoModelForCausalLM as M; '
     "M.from_pretrained('SRC').save_pretrained('DST')\""
 )
+
+
+class HeaderError(ValueError):
+    """A file that is not a valid safetensors file; the text is one line that names it."""
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What a file's header says of a tensor; `dtype` under the format's name (F32, BF16, ...)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_header(path: Path) -> dict[str, TensorHeader]:
+    """The tensors of a safetensors file, checked against the file's size; no data is read.
+
+    Raises:
+        HeaderError: unreadable, empty, truncated or malformed.
+    """
+    try:
+        with path.open("rb"), safe_open(path, "np") as file:  # open first: its OSErrors say what the system says
+            slices = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118  no mapping
+            return {name: TensorHeader(part.get_dtype(), tuple(part.get_shape())) for name, part in slices}
+    except OSError as exc:
+        raise HeaderError(f"{path} cannot be read: {exc.strerror or exc}") from None
+    except SafetensorError as exc:
+        first = str(exc).splitlines()[0]
+        raise HeaderError(f"{path} is truncated or not a safetensors file: {first}") from None
 
 
 @dataclass(frozen=True)

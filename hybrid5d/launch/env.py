@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+from hybrid5d.config.dtypes import precision
 from hybrid5d.errors import ConfigError, ConfigErrors
 from hybrid5d.plan.deepspeed_keys import TRACKERS
 from hybrid5d.plan.run import RunPlan
 
 _INTEGERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-_PRECISIONS = {"no": None, "fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def launcher_conflicts(environ: Mapping[str, str], plan: RunPlan) -> list[Config
     """Settings made on accelerate's side that contradict the YAML. The YAML decides; two answers are refused."""
     errors = []
     asked = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    wanted = _PRECISIONS.get(asked, asked)
+    wanted = None if asked == "no" else precision(asked) or asked
     have = plan.precision.dtype
     if wanted is not None and wanted != have:
         rule = f"accelerate's --mixed_precision (ACCELERATE_MIXED_PRECISION) says {wanted}"

@@ -2,4 +2,6 @@
 
 import torch
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from hybrid5d.config.dtypes import PRECISIONS
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, row.hf) for name, row in PRECISIONS.items()}
