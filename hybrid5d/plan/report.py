@@ -39,8 +39,10 @@ def emit_engine(plan: RunPlan) -> Emitted:
     flags = ("actor.optim.fp16", "actor.optim.bf16")
     e.emit("precision", plan.precision.dtype, f"{_M}precision", over=flags,
            why="must agree with actor.model.precision, which decides")  # fmt: skip
-    given = [key for key in _LENGTHS if _value(config, key) is not None] or [_LENGTHS[0]]
-    e.emit("seq_length", config.row_length, given[0], over=given[1:], why=f"{given[0]} is the row length")
+    lengths = [_value(config, key) for key in _LENGTHS]
+    last = next((i for i, length in enumerate(lengths) if length is not None), len(lengths) - 1)
+    e.emit("seq_length", config.row_length, *_LENGTHS[: last + 1], over=_LENGTHS[last + 1 :],
+           why=f"{_LENGTHS[last]} is the row length")  # fmt: skip
     for name in _SIZES:
         if plan.model is not None:
             e.lost[f"{_M}{name}"] = "config.json of the model folder wins"

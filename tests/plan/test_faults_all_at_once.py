@@ -135,6 +135,7 @@ def test_each_later_stage_is_heard_beside_a_type_fault(
         ({"runner__max_tokens_per_mbs": "many", "runner__enable_dynamic_batch_size": True}, 1,
          "runner.max_tokens_per_mbs"),
         ({"actor__deepspeed__train_batch_size": 8, "actor__micro_batch_size": -2}, 1, "actor.micro_batch_size"),
+        ({"actor__deepspeed": {"optimizer": {"params": {"lr": 0.5}}}, "actor__optim__lr": "half"}, 1, f"{O}lr"),
         ({"cluster__num_nodes": "2n", "cluster__component_placement": {"actor": "8-15"},
           "actor__model__tensor_model_parallel_size": 2}, 8, "cluster.num_nodes"),
     ],
@@ -233,6 +234,14 @@ def test_eval_asks_for_its_data_in_the_same_start(here: Path) -> None:
         plan_run(Argv(path), 1, "eval")
     needs = "data.val_data_paths=None: an evaluation needs data. Fix: name files, folders or globs"
     assert str(caught.value).split("\n") == [LR, needs]
+
+
+def test_weights_in_megatrons_format_are_a_notice_to_convert_and_a_fault_of_a_run(here: Path) -> None:
+    path = write(here, actor__model__megatron_checkpoint="/m")
+    found = translate(path, world_size=1)
+    assert not found.errors and any("megatron_checkpoint='/m' is dropped" in n for n in found.notices)
+    (line,) = lines(path, 1)
+    assert line.startswith(f"{M}megatron_checkpoint='/m': weights in Megatron's format cannot be read")
 
 
 def test_model_folder_of_the_command_line_beside_a_type_fault(here: Path) -> None:

@@ -110,6 +110,7 @@ def test_the_target_is_where_the_value_shows(tmp_path: Path, key: str, value: An
     engine = moved(emit_engine(before.plan).tree, emit_engine(after.plan).tree)
     disposition, target = fate(after, key)
     named = set((target or "").split(", ")) - {""}
+    assert not any(line["why"] == "nothing reads it" for line in after.report)
     if disposition in ("dropped", "overridden"):
         assert not deepspeed and not engine
     elif disposition == "deepspeed":
