@@ -45,9 +45,9 @@ class Side:
 
 def build(folder: Path, data: Path, packing: str, rows: int) -> Side:
     """The engine and its epoch. The global batch is set to what an epoch has, which the loader says."""
-    from hybrid5d import initialize
     from hybrid5d.config.schema import RunConfig
     from hybrid5d.data.build import loader_from_plan
+    from hybrid5d.engine.build import initialize, sequence_options
     from hybrid5d.engine.collate import real_tokens, sequence_plan
     from hybrid5d.plan.run import build_plan
 
@@ -70,7 +70,7 @@ def build(folder: Path, data: Path, packing: str, rows: int) -> Side:
     batch = loader_from_plan(chosen, 0).step(0)
     places = 0
     for micro_batch in batch.micro_batches:
-        shape = sequence_plan(micro_batch, engine.ctx, engine.sequence_options)
+        shape = sequence_plan(micro_batch, engine.ctx, sequence_options(chosen))
         places += shape.batch * shape.local_length
     return Side(engine, batch, places, sum(real_tokens(m) for m in batch.micro_batches))
 

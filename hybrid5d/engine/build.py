@@ -14,7 +14,8 @@ from hybrid5d.engine.collate import SequenceOptions
 from hybrid5d.engine.deepspeed.distributed import ensure_distributed
 from hybrid5d.engine.deepspeed.parameters import freeze
 from hybrid5d.engine.deepspeed.pipeline_module import HybridPipelineModule, Recompute
-from hybrid5d.engine.engine import Engine, current_device
+from hybrid5d.engine.engine import Engine
+from hybrid5d.engine.step import current_device, own_modes
 from hybrid5d.errors import ConfigError, ConfigErrors
 from hybrid5d.hf.folder import weights_wanted
 from hybrid5d.hf.spec import ModelSpec
@@ -56,6 +57,7 @@ def attention_factory(plan: RunPlan, ctx: ParallelContext) -> Callable[[], Conte
     return lambda: ContextParallelAttention(ctx.cp, method=method, ulysses=ulysses, ring=ring, kernel=kernel)
 
 
+@own_modes()
 def initialize(plan: RunPlan, layers: LayerFactory | None = None) -> Engine:
     """Build the model of a plan on this rank and hand it to DeepSpeed. Collective over the world.
 
@@ -85,7 +87,7 @@ def initialize(plan: RunPlan, layers: LayerFactory | None = None) -> Engine:
     module = HybridPipelineModule(defs, ctx, plan.stages, recompute)
     load_start_weights(module, plan, spec, ctx)
     freeze(module, plan.config.actor.freeze_parameters)
-    return Engine(plan, ctx, module, sequence_options(plan))
+    return Engine(plan, spec, ctx, module, sequence_options(plan))
 
 
 def load_start_weights(module: nn.Module, plan: RunPlan, spec: ModelSpec, ctx: ParallelContext) -> None:

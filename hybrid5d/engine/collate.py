@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 
-from hybrid5d.data.types import COLUMNS, IGNORE_INDEX, Document, MicroBatch, Row, column_names, outside_vocabulary
+from hybrid5d.data.types import COLUMNS, IGNORE_INDEX, Document, MicroBatch, Row, column_names
 from hybrid5d.models.batch import LocalBatch
 from hybrid5d.parallel.context import ParallelContext
 from hybrid5d.plan.sequence import SequencePlan
@@ -87,19 +87,6 @@ def local_batch(
         sequence=plan,
         hidden_shape=(plan.batch, plan.local_length // shards, hidden_size),
     )
-
-
-def fault_of(micro_batches: Sequence[MicroBatch], vocab_size: int) -> str | None:
-    """The first row that the model cannot take; a vocabulary cut over tp would give it zeros without a word."""
-    for document in (d for mb in micro_batches for row in mb for d in row):
-        ids, labels, name = document.input_ids, document.labels, f"row {document.row_id}"
-        if ids.shape != labels.shape:
-            return f"{name}: {labels.size} labels for {ids.size} input_ids"
-        for key, values in (("input_ids", ids), ("labels", labels)):
-            fault = outside_vocabulary(key, values, vocab_size)
-            if fault:
-                return f"{name}: {fault}"
-    return None
 
 
 def valid_tokens(micro_batch: MicroBatch) -> int:

@@ -46,6 +46,13 @@ def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
     return x
 
 
+def reduce_to(x: Tensor, axis: Axis, owner: int) -> Tensor:
+    """Sum over the axis for member `owner`, in place; what the other members' tensor holds then is undefined."""
+    if axis.size > 1:
+        dist.reduce(x, dst=axis.ranks[owner], group=axis.group)
+    return x
+
+
 def sum_scalars(values: Sequence[float], axis: Axis, device: torch.device | None = None) -> list[Any]:
     """Sum each number over the axis: exact for ints, fp64 for floats (a list that mixes them is summed as floats).
 

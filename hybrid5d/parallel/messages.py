@@ -30,6 +30,10 @@ class Pending(Generic[T]):
         self._works, self._held = (), ()
         return self._result()
 
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return all(work.is_completed() for work in self._works)
+
     def then(self, result: Callable[[], U]) -> Pending[U]:
         """The same communication with another result."""
         return Pending(self._works, result, self._held)

@@ -8,13 +8,11 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, Any, Protocol
 
 from hybrid5d.config.schema import RunConfig
 from hybrid5d.console import say
-
-if TYPE_CHECKING:
-    from hybrid5d.engine.engine import StepResult
+from hybrid5d.engine.results import StepResult
 
 
 def step_record(result: StepResult) -> dict[str, Any]:

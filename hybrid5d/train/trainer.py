@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid5d.checkpoint.manifest import resolve_resume
 from hybrid5d.data.loader import EvalLoader, Loader
+from hybrid5d.engine.results import StepResult
 from hybrid5d.errors import HybridError
 from hybrid5d.parallel.agree import together, world_axis
 from hybrid5d.train.metrics import Console, JsonLines, Tracker, duration, open_trackers, step_record
 from hybrid5d.train.run_folder import CHECKPOINTS, EVALS, HF, METRICS, RunFolder
 
 if TYPE_CHECKING:
-    from hybrid5d.engine.engine import Engine, StepResult
+    from hybrid5d.engine.engine import Engine
 
 DATA = "data"  # of a checkpoint's state: the loader's identity
 
@@ -57,8 +58,9 @@ def evaluate(engine: Engine, loader: EvalLoader) -> Evaluation:
     """Token-mean loss over every row of `loader`, each once. Nothing is changed. Collective over the world."""
     total, valid, rows = 0.0, 0, 0
     for batch in loader:
-        loss, count = engine.eval_batch(batch)
-        total, valid, rows = total + loss, valid + count, rows + len(batch.row_ids)
+        result = engine.eval_batch(batch)
+        total, valid = total + result.loss * result.valid_tokens, valid + result.valid_tokens
+        rows += len(batch.row_ids)
     return Evaluation(total / valid if valid else None, valid, rows)
 
 

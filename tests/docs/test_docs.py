@@ -91,6 +91,27 @@ def test_the_python_example_trains(tmp_path: Path) -> None:
     assert all(loss > 0 and norm > 0 for _, loss, norm in one)
 
 
+def test_what_the_package_exports_is_there_without_torch() -> None:
+    code = (
+        "import sys, hybrid5d; hybrid5d.Document, hybrid5d.StepBatch, hybrid5d.StepResult, dir(hybrid5d); "
+        "assert 'torch' not in sys.modules; from hybrid5d import Engine, initialize; assert 'torch' in sys.modules; "
+        "assert {n for n in hybrid5d.__all__ if not hasattr(hybrid5d, n)} == set()"
+    )
+    done = run([sys.executable, "-c", code])
+    assert done.returncode == 0, done.stderr
+
+
+def test_code_cites_headings_of_the_deepspeed_page() -> None:
+    """Each comment `(deepspeed.md: HEADING)` names a heading, and each heading is cited or names a file of ours."""
+    headings = dict(re.findall(r"^### (.+)\n\n((?:.+\n)+)", (REPO / "docs/deepspeed.md").read_text(), re.MULTILINE))
+    sources = "\n".join(p.read_text() for p in (REPO / "hybrid5d").rglob("*.py"))
+    cited = {" ".join(c.split()) for c in re.findall(r"\(deepspeed\.md: ([^)]+)\)", sources)}
+    assert cited and cited <= set(headings), cited - set(headings)
+    for heading in set(headings) - cited:
+        names = re.findall(r"`((?:plan|train|engine)/\w+\.py)`|\[checkpoints", headings[heading])
+        assert names or "stage 1" in headings[heading], heading
+
+
 @pytest.mark.parametrize("verb", ["train", "eval", "convert", "export"])
 def test_every_verb_explains_itself(verb: str) -> None:
     done = hybrid5d(verb, "--help")

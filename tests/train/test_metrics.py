@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hybrid5d.config.schema import RunConfig
-from hybrid5d.engine.engine import StepResult
+from hybrid5d.engine.results import StepResult
 from hybrid5d.launch.env import LaunchEnv, environment
 from hybrid5d.train.metrics import Console, JsonLines, WandB, duration, open_trackers, step_line, step_record
 from hybrid5d.train.run_folder import EVALS, METRICS, RunFolder

@@ -117,6 +117,8 @@ BAD_ROWS = {
     "labels\\[1\\]=101 is outside the vocabulary": ([1, 2, 3], [2, 101, -100]),
     "labels\\[0\\]=-7 is outside the vocabulary": ([1, 2, 3], [-7, 2, -100]),
     "2 labels for 3 input_ids": ([1, 2, 3], [2, 3]),
+    "input_ids must be a numpy array \\[n\\] of integers, not float64\\[3\\]": ([1.0, 2.0, 3.0], [2, 3, -100]),
+    "labels must be a numpy array \\[n\\] of integers, not int64\\[3, 1\\]": ([1, 2, 3], [[2], [3], [-100]]),
 }
 
 

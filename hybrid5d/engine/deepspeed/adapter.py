@@ -2,7 +2,7 @@
 
 `PipelineAdapter` (ZeRO 0/1, any pp) keeps DeepSpeed's 1F1B schedule, ZeRO optimizer and reduction, and replaces how
 tensors travel between stages and which gradients are summed before the reduction. `PlainAdapter` (ZeRO 2/3, pp 1)
-is the plain engine. Facts about DeepSpeed 0.19.8 that force each override are named at it.
+is the plain engine. docs/deepspeed.md says what forces each override; comments cite its headings.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -21,6 +20,7 @@ from hybrid5d.engine.deepspeed.pipeline_module import HybridPipelineModule
 from hybrid5d.models.batch import LocalBatch
 from hybrid5d.parallel.collectives import all_reduce
 from hybrid5d.parallel.context import Axis, ParallelContext
+from hybrid5d.parallel.messages import Pending, exchange
 from hybrid5d.tensor_parallel import defer_partial_sums, sum_partial_gradients
 
 
@@ -28,16 +28,15 @@ class PipelineAdapter(PipelineEngine):
     """PipelineEngine whose messages are one hidden tensor of known shape, sent without blocking.
 
     Every rank knows each micro-batch's shape, so receivers allocate a fresh buffer of the right size: no shape
-    messages, and no shared receive buffer (DeepSpeed 0.19.8, runtime/pipe/engine.py).
+    messages, and no shared receive buffer (deepspeed.md: One buffer for what is received).
     """
 
     def __init__(self, ctx: ParallelContext, dtype: torch.dtype, **kwargs: Any):
         self.ctx, self.hidden_dtype = ctx, dtype
         self.batches: Sequence[LocalBatch] = ()
         self.scales: Sequence[float] = ()
-        self._sends: list[tuple[Any, Tensor]] = []
+        self._sends: list[Pending[None]] = []
         self._received = self._forwarded = 0
-        self.max_in_flight = 0
         super().__init__(**kwargs)
         defer_partial_sums(self.module.parameters())  # once a step: see _exec_reduce_tied_grads
         self._results: list[Any] = []
@@ -48,7 +47,7 @@ class PipelineAdapter(PipelineEngine):
         """Forward, backward, reduce, clip, update. Returns this rank's sum of scaled losses (0 off the last stage)."""
         self.module.train()
         self._start(batches, scales)
-        self.micro_batches = len(batches)  # may differ from step to step; the scales allow for it
+        self.micro_batches = len(batches)  # the scales allow for any number (deepspeed.md: Micro-batches)
         self.total_loss = None
         self._compute_loss = True
         self._exec_schedule(
@@ -74,8 +73,8 @@ class PipelineAdapter(PipelineEngine):
         self._received = self._forwarded = 0
 
     def _drain(self) -> None:
-        for work, _ in self._sends:
-            work.wait()
+        for send in self._sends:
+            send.wait()
         self._sends.clear()
         self.batches, self.scales = (), ()
         for slots in self.pipe_buffers.values():
@@ -93,8 +92,6 @@ class PipelineAdapter(PipelineEngine):
         outputs = DeepSpeedEngine.forward(self, x, batch)
         if not self.is_last_stage():
             self.pipe_buffers["outputs"][buffer_id] = outputs
-            live = sum(o is not None for o in self.pipe_buffers["outputs"])
-            self.max_in_flight = max(self.max_in_flight, live)
         elif scale is None:
             self._results.append(outputs)
         else:
@@ -103,6 +100,7 @@ class PipelineAdapter(PipelineEngine):
             self.total_loss = detached if self.total_loss is None else self.total_loss + detached
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
+        # Nothing to do where all parameters so far are frozen (deepspeed.md: Stages without a gradient).
         if self.is_last_stage():
             if self.loss.requires_grad:
                 super()._exec_backward_pass(buffer_id)
@@ -131,20 +129,19 @@ class PipelineAdapter(PipelineEngine):
         self.grad_layer = self._receive(outputs.shape, self.ctx.pp.rank + 1)
 
     def _send(self, x: Tensor, stage: int) -> None:
-        # gloo reads the tensor after isend returns: keep it until the message is gone.
-        x = x.contiguous()
-        self._sends = [(w, t) for w, t in self._sends if not w.is_completed()]
-        self._sends.append((dist.isend(x, group=self.ctx.pp.group, group_dst=stage), x))
+        # Not waited for (deepspeed.md: Blocking sends); tensors of the sends that are over are freed here.
+        self._sends = [send for send in self._sends if not send.is_completed()]
+        self._sends.append(exchange(self.ctx.pp, [(stage, x.contiguous())], []))
 
     def _receive(self, shape: Sequence[int], stage: int) -> Tensor:
         x = torch.empty(tuple(shape), dtype=self.hidden_dtype, device=self.device)
-        dist.recv(x, group=self.ctx.pp.group, group_src=stage)
+        exchange(self.ctx.pp, [], [(stage, x)]).wait()
         return x
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
     def gradient(self, param: nn.Parameter) -> Tensor | None:
-        """The gradient that the optimizer will reduce and use."""
+        """The gradient that the optimizer will reduce and use (deepspeed.md: Where the gradient is)."""
         if self.using_bf16_optimizer:
             flat = getattr(param, "_hp_grad", None)  # one-dimensional, a view of the buffer of its group
             return None if flat is None else flat.view(param.shape)
@@ -153,8 +150,8 @@ class PipelineAdapter(PipelineEngine):
         return param.grad
 
     def _exec_reduce_tied_grads(self) -> None:
-        # DeepSpeed has no sum for SP's partial gradients (S2) and looks for tied ones in `.grad` even where ZeRO 1
-        # keeps them elsewhere (S5); both are done here, on the tensor the optimizer uses.
+        # The last instruction before the reduction. DeepSpeed has no sum for partial gradients, and looks for tied ones
+        # in `.grad` also where they are elsewhere (deepspeed.md: Sums over tp) (deepspeed.md: Where the gradient is).
         if getattr(self.optimizer, "use_grad_accum_attribute", False):
             self.optimizer.fill_grad_accum_attribute()
         sum_partial_gradients(self.module.parameters(), self.gradient)
@@ -179,7 +176,8 @@ class PipelineAdapter(PipelineEngine):
 class PlainAdapter(DeepSpeedEngine):
     """The plain engine at pp 1 for ZeRO 2 and 3, which reduce gradients while backward runs.
 
-    Partial gradients are therefore summed over tp in the backward pass itself, as the layers do by default.
+    Partial gradients are therefore summed over tp in the backward pass itself, as the layers do by default
+    (deepspeed.md: Sums over tp).
     """
 
     def __init__(self, ctx: ParallelContext, **kwargs: Any):
@@ -189,7 +187,7 @@ class PlainAdapter(DeepSpeedEngine):
             self._count_replicas_once()
 
     def _count_replicas_once(self) -> None:
-        """ZeRO 3's norm does not know `ds_pipe_replicated` (zero/stage3.py): hand it zeros for copies of kv heads."""
+        """Hand ZeRO 3's norm zeros for copies of kv heads (deepspeed.md: What the norm counts)."""
         norm_of = self.optimizer.get_grad_norm_direct
 
         def count_once(gradients: list[Tensor], params: list[nn.Parameter], *args: Any, **kwargs: Any) -> Tensor:
@@ -225,16 +223,16 @@ def build_adapter(
     zero_stage: int,
     dtype: torch.dtype,
 ) -> PipelineAdapter | PlainAdapter:
-    """The engine for this ZeRO stage, built directly: DeepSpeed's `initialize` takes no subclass."""
+    """The engine for this ZeRO stage, built directly (deepspeed.md: No subclass through `initialize`)."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     mpu = module.mpu()
-    assert not hasattr(mpu, "get_sequence_parallel_world_size"), "DeepSpeed would rescale gradients (S7)"
+    assert not hasattr(mpu, "get_sequence_parallel_world_size"), "gradients rescaled (deepspeed.md: Ulysses names)"
     common: dict[str, Any] = {
         "args": None,
         "model": module,
         "model_parameters": parameter_groups,
-        "mpu": mpu,
+        "mpu": mpu,  # also at pp 1 (deepspeed.md: mpu at pp 1)
         "config": ds_config,
         "config_class": DeepSpeedConfig(ds_config, mpu),
         "dont_change_device": True,

@@ -16,8 +16,7 @@ def ensure_distributed(timeout_minutes: float = 10.0) -> None:
     Under a launcher (RANK, WORLD_SIZE, MASTER_ADDR set) the default group joins all ranks: NCCL where CUDA is there,
     else gloo. Without one this process is a world of one. `timeout_minutes` holds for it and every group made later.
 
-    DeepSpeed's CPU shared-memory op is switched off first: building it takes a compiler and a minute, a stale lock of a
-    killed build blocks every later start, its all-reduce ignores the group, and nothing of ours uses it.
+    DeepSpeed's CPU shared-memory op is switched off first (deepspeed.md: The shared-memory op).
     """
     import deepspeed
 
@@ -26,7 +25,7 @@ def ensure_distributed(timeout_minutes: float = 10.0) -> None:
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         timeout = datetime.timedelta(minutes=timeout_minutes)
-        # DeepSpeed makes its groups without a timeout, and torch would give those 10 (NCCL) or 30 minutes.
+        # For the groups that DeepSpeed makes without one (deepspeed.md: Timeouts).
         c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
         if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             dist.init_process_group(backend, timeout=timeout)

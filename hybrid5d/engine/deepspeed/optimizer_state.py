@@ -1,8 +1,7 @@
-"""fp32 masters and optimizer moments of DeepSpeed 0.19.8's ZeRO optimizers, seen parameter by parameter.
+"""fp32 masters and optimizer moments of DeepSpeed's ZeRO optimizers, seen parameter by parameter.
 
-ZeRO cuts each flat group over dp x cp, so a rank holds a flat run of a parameter's elements, or none. ZeRO 1, 2 and
-BF16_Optimizer record it in `param._hp_mapping` (deepspeed utils/tensor_fragment.py), ZeRO 3 in `grad_position`
-(runtime/zero/stage3.py).
+ZeRO cuts each flat group over dp x cp, so a rank holds a flat run of a parameter's elements, or none; which one, each
+optimizer says in its own way (deepspeed.md: Where it lies).
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybrid5d.checkpoint.manifest import WEIGHT
+from hybrid5d.parallel.collectives import reduce_to
 from hybrid5d.parallel.context import Axis
 
 
@@ -115,8 +114,7 @@ class OptimizerState:
         whole = torch.zeros(shape.numel(), dtype=torch.float32, device=param.device)
         if fragment is not None:
             whole[fragment.start : fragment.start + fragment.values.numel()] = fragment.values
-        if self.dp_cp.size > 1:
-            dist.reduce(whole, dst=self.dp_cp.ranks[owner], group=self.dp_cp.group)
+        reduce_to(whole, self.dp_cp, owner)
         return whole.view(shape) if self.dp_cp.rank == owner else None
 
     def _weights(self, param: nn.Parameter) -> Tensor:
@@ -158,7 +156,8 @@ class OptimizerState:
         for group in self.base.param_groups:
             if self.name.startswith("Fused"):
                 group["step"] = step
-        self.optimizer._hp_optimizer_states_linked = False  # ZeRO 1/2, BF16: link again at the next step
+        # Views of the moments that ZeRO 1, 2 and bf16 made are of the old ones (deepspeed.md: After loading).
+        self.optimizer._hp_optimizer_states_linked = False
 
     def set(self, param: nn.Parameter, kind: str, full: Tensor) -> None:
         """Overwrite this rank's part of a master or moment, and for `weight` the model's own copy as well."""

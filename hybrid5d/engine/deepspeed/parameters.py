@@ -21,9 +21,9 @@ def decays(param: nn.Parameter) -> bool:
 def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
     """Two groups, `decay` and `no_decay`, in this order on every rank.
 
-    ZeRO 1 reduces one norm a group, so stages whose groups differ would wait for each other for ever (DeepSpeed issue
-    1522). A stage without a trainable parameter of a kind (an embedding alone, all frozen) therefore gets a placeholder
-    of one element: it takes no part in the forward pass, has no gradient and is not saved.
+    Stages whose groups differ would hang (deepspeed.md: Parameter groups). A stage without a trainable parameter
+    of a kind (an embedding alone, all frozen) therefore gets a placeholder of one element: it takes no part in the
+    forward pass, has no gradient and is not saved.
     """
     groups: list[dict[str, Any]] = []
     for name, wanted in (("decay", True), ("no_decay", False)):
@@ -45,7 +45,7 @@ def tag_for_deepspeed(module: nn.Module) -> None:
     """Say in DeepSpeed's terms what each parameter's shard says, for its gradient norm (0.19.8, runtime/utils.py).
 
     It counts parameters with `tensor_model_parallel` on every tp rank, others on tp rank 0 only, and none with
-    `ds_pipe_replicated`: all copies of kv heads but the first.
+    `ds_pipe_replicated`: all copies of kv heads but the first (deepspeed.md: What the norm counts).
     """
     for param in module.parameters():
         shard = shard_of(param)

@@ -90,7 +90,8 @@ def stage_bounds(layers: Sequence[LayerDef], stages: Sequence[int]) -> list[int]
 class HybridPipelineModule(PipelineModule):
     """This rank's stage. `forward(x, batch)`; the last stage returns what the head computes.
 
-    cp is folded into DeepSpeed's data axis, so ZeRO shards and gradients reduce over dp x cp and the norm over pp x tp.
+    cp is part of DeepSpeed's data axis (deepspeed.md: Context parallelism is data parallelism to DeepSpeed), so ZeRO
+    shards and gradients reduce over dp x cp and the norm over pp x tp.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class HybridPipelineModule(PipelineModule):
         self.recompute = recompute or Recompute()
         layout = ctx.layout
         topology = PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.dp * layout.cp)
-        # DeepSpeed prints its topology and stages, and broadcasts tied weights under autograd's eyes.
+        # It prints its topology, and broadcasts tied weights where autograd sees it (deepspeed.md: Output).
         with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
             super().__init__([_spec_of(layer) for layer in layers], topology=topology, partition_method="given")
         at = topology.get_coord(ctx.rank)
@@ -147,7 +148,7 @@ class HybridPipelineModule(PipelineModule):
 
     def forward(self, x: Tensor | None, batch: LocalBatch) -> Any:  # type: ignore[override]
         for start, stop, recompute in self._segments:
-            if recompute and torch.is_grad_enabled():
+            if recompute and torch.is_grad_enabled():  # ours, not DeepSpeed's (deepspeed.md: Recomputation)
                 x = torch.utils.checkpoint.checkpoint(
                     partial(self._run, start, stop), x, batch, use_reentrant=False, preserve_rng_state=False
                 )

@@ -1,0 +1,56 @@
+"""What a call of the engine reports. Every rank gets the same numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchResult:
+    """What `eval_batch` says of a batch.
+
+    Attributes:
+        step: optimizer steps done.
+        loss: mean over the global batch's valid tokens (0 where there are none).
+        valid_tokens, tokens: tokens with a label; tokens of real rows. Counted once, whatever the layout.
+        step_time_s: seconds, slowest rank.
+        peak_memory_bytes: largest peak over ranks (device memory on CUDA, resident set on CPU).
+        rows_seen: sample ids of the global batch.
+    """
+
+    step: int
+    loss: float
+    valid_tokens: int
+    tokens: int
+    step_time_s: float
+    peak_memory_bytes: int
+    rows_seen: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult(BatchResult):
+    """What `train_batch` says: the same of the batch before the update, and the update.
+
+    Attributes:
+        grad_norm: global L2 norm before clipping.
+        lr: learning rate this step used.
+        skipped: fp16 overflow; the weights did not change.
+    """
+
+    grad_norm: float
+    lr: float
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Per-token results of one document, natural order.
+
+    logprobs[i] is the log-probability of labels[i] after reading input_ids[i] (0 where there is no label), entropy[i]
+    that of the whole next-token distribution. fp32 numpy [n] each.
+    """
+
+    logprobs: np.ndarray
+    entropy: np.ndarray
