@@ -13,38 +13,22 @@ from hybrid5d.plan.run import RunPlan
 
 
 class OptimizerAccess(Protocol):
-    """An optimizer's state by parameter. `kind` is `weight` (the fp32 master) or the name of a moment."""
+    """An optimizer's state by parameter; `engine.deepspeed.optimizer_state` documents the one there is.
+
+    `kind` is `weight` (the fp32 master) or the name of a moment.
+    """
 
     @property
-    def name(self) -> str:
-        """Class of the optimizer; a checkpoint goes on under the same one only."""
-
-    def shape(self, param: nn.Parameter) -> torch.Size:
-        """Shape of the local parameter, whatever the optimizer left of it."""
-
-    def moments(self) -> tuple[str, ...]:
-        """Names of the moments that exist now."""
-
-    def gather(self, param: nn.Parameter, kind: str, owner: int) -> Tensor | None:
-        """The local parameter's values on rank `owner` of dp x cp, None elsewhere. Collective over dp x cp."""
-
-    def step(self) -> int:
-        """The optimizer's own count of updates."""
-
-    def loss_scaler(self) -> dict[str, Any]:
-        """Numbers of the fp16 loss scaler; empty for other precisions."""
-
-    def reset(self, moments: tuple[str, ...], step: int) -> None:
-        """Replace the state by zeroed moments and a step count."""
-
-    def holds(self, param: nn.Parameter, kind: str) -> bool:
-        """Whether some of these values are kept on this rank."""
-
-    def set(self, param: nn.Parameter, kind: str, full: Tensor) -> None:
-        """Overwrite this rank's part of the local parameter's values; for `weight` the model's own copy as well."""
-
-    def set_loss_scaler(self, numbers: dict[str, Any]) -> None:
-        """Restore what `loss_scaler` gave."""
+    def name(self) -> str: ...
+    def shape(self, param: nn.Parameter) -> torch.Size: ...
+    def moments(self) -> tuple[str, ...]: ...
+    def holds(self, param: nn.Parameter, kind: str) -> bool: ...
+    def gather(self, param: nn.Parameter, kind: str, owner: int) -> Tensor | None: ...
+    def step(self) -> int: ...
+    def loss_scaler(self) -> dict[str, Any]: ...
+    def reset(self, moments: tuple[str, ...], step: int) -> None: ...
+    def set(self, param: nn.Parameter, kind: str, full: Tensor) -> None: ...
+    def set_loss_scaler(self, numbers: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from hybrid5d.checkpoint.start_weights import load_hf_weights
 from hybrid5d.context_parallel import ContextParallelAttention, hybrid_axes
@@ -13,7 +12,7 @@ from hybrid5d.context_parallel.kernels import available_kernels
 from hybrid5d.engine.collate import SequenceOptions
 from hybrid5d.engine.deepspeed.distributed import ensure_distributed
 from hybrid5d.engine.deepspeed.parameters import freeze
-from hybrid5d.engine.deepspeed.pipeline_module import HybridPipelineModule, Recompute
+from hybrid5d.engine.deepspeed.pipeline_module import HybridPipelineModule
 from hybrid5d.engine.engine import Engine
 from hybrid5d.engine.step import current_device, own_modes
 from hybrid5d.errors import ConfigError, ConfigErrors
@@ -32,29 +31,25 @@ LayerFactory = Callable[[ModelSpec, ParallelContext, Callable[[], ContextParalle
 
 def sequence_options(plan: RunPlan) -> SequenceOptions:
     """How this plan pads and cuts rows."""
+    model, layout = plan.config.actor.model, plan.layout
+    kv_heads = plan.model.num_key_value_heads if plan.model else 1
+    sizes, node = model.hierarchical_context_parallel_sizes, ranks_per_node(plan.config, layout.world_size)
     return SequenceOptions(
-        method=plan.config.actor.model.cp_comm_type,
-        load_balance=plan.config.actor.model.cp_load_balance,
-        ulysses=ulysses_size(plan),
+        method=model.cp_comm_type,
+        load_balance=model.cp_load_balance,
+        ulysses=ulysses_degree(model.cp_comm_type, sizes, kv_heads, layout.tp, layout.cp, node),
         packed=plan.config.data.packing == "documents",
     )
 
 
-def ulysses_size(plan: RunPlan) -> int:
-    """Ulysses degree of this plan; 1 where its method has none."""
-    model, layout = plan.config.actor.model, plan.layout
-    kv_heads = plan.model.num_key_value_heads if plan.model else 1
-    sizes, node = model.hierarchical_context_parallel_sizes, ranks_per_node(plan.config, layout.world_size)
-    return ulysses_degree(model.cp_comm_type, sizes, kv_heads, layout.tp, layout.cp, node)
-
-
-def attention_factory(plan: RunPlan, ctx: ParallelContext) -> Callable[[], ContextParallelAttention]:
+def attention_factory(
+    ctx: ParallelContext, options: SequenceOptions, kernel: str
+) -> Callable[[], ContextParallelAttention]:
     """Makes the attention core of each layer; builds the Ulysses and ring groups once. Collective over the world."""
-    method, kernel = plan.config.actor.model.cp_comm_type, plan.config.actor.model.attention_kernel
     ulysses, ring = Axis.single(), Axis.single()
-    if ctx.cp.size > 1 and method == "a2a+p2p":
-        ulysses, ring = hybrid_axes(ctx.layout, ctx.rank, ulysses_size(plan))
-    return lambda: ContextParallelAttention(ctx.cp, method=method, ulysses=ulysses, ring=ring, kernel=kernel)
+    if ctx.cp.size > 1 and options.method == "a2a+p2p":
+        ulysses, ring = hybrid_axes(ctx.layout, ctx.rank, options.ulysses)
+    return lambda: ContextParallelAttention(ctx.cp, method=options.method, ulysses=ulysses, ring=ring, kernel=kernel)
 
 
 @own_modes()
@@ -76,27 +71,20 @@ def initialize(plan: RunPlan, layers: LayerFactory | None = None) -> Engine:
     device = current_device()
     _refuse_at_run_time(plan, spec, device)
     ctx = ParallelContext.create(plan.layout, plan.sequence_parallel)
-    attention = attention_factory(plan, ctx)
-    selective = plan.recompute.granularity == "selective"
+    model, options = plan.config.actor.model, sequence_options(plan)
+    attention = attention_factory(ctx, options, model.attention_kernel)
     if layers is None:
+        selective = plan.recompute.granularity == "selective"
         defs = decoder_layers(spec, ctx, attention, selective_recompute=selective)
     else:
         defs = layers(spec, ctx, attention)
-    full = plan.recompute.granularity == "full"
-    recompute = Recompute(plan.recompute.method, plan.recompute.num_layers or 0) if full else Recompute()
-    module = HybridPipelineModule(defs, ctx, plan.stages, recompute)
-    load_start_weights(module, plan, spec, ctx)
-    freeze(module, plan.config.actor.freeze_parameters)
-    return Engine(plan, spec, ctx, module, sequence_options(plan))
-
-
-def load_start_weights(module: nn.Module, plan: RunPlan, spec: ModelSpec, ctx: ParallelContext) -> None:
-    """Weights from the model folder's safetensors, or drawn from the run's seed; the same for every layout."""
-    model = plan.config.actor.model
+    module = HybridPipelineModule(defs, ctx, plan.stages, plan.recompute)
     if weights_wanted(model.load_weights, model.model_path):
         load_hf_weights(module, str(model.model_path), spec)
     else:
         init_weights(module, plan.config.actor.seed, spec.initializer_range)
+    freeze(module, plan.config.actor.freeze_parameters)
+    return Engine(plan, spec, ctx, module, options)
 
 
 def _refuse_at_run_time(plan: RunPlan, spec: ModelSpec, device: torch.device) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,18 +18,7 @@ from hybrid5d.engine.deepspeed.parameters import tag_for_deepspeed
 from hybrid5d.models.batch import LocalBatch
 from hybrid5d.models.decoder import LayerDef
 from hybrid5d.parallel.context import ParallelContext
-
-
-@dataclass(frozen=True)
-class Recompute:
-    """Which decoder layers of a stage recompute their activations in backward (Megatron's meaning of the keys).
-
-    `uniform`: groups of `num_layers` layers, each kept as one input. `block`: the first
-    `num_layers` of the stage, one by one.
-    """
-
-    method: str | None = None
-    num_layers: int = 0
+from hybrid5d.plan.run import RecomputePlan
 
 
 class _Spec(LayerSpec):
@@ -47,25 +35,11 @@ class _Spec(LayerSpec):
 class _TiedSpec(TiedLayerSpec):
     """The same for a layer that shares its weight."""
 
-    def __init__(self, key: str, factory: Callable[[], nn.Module], forward_fn: Callable[..., Any] | None):
-        super().__init__(key, nn.Module, forward_fn=forward_fn, tied_weight_attr="weight")
-        self.factory = factory
+    def __init__(self, layer: LayerDef):
+        super().__init__(layer.tied, nn.Module, forward_fn=layer.call, tied_weight_attr="weight")
+        self.factory = layer.build
 
-    def build(self, log: bool = False) -> nn.Module:
-        return self.factory()
-
-
-def _spec_of(layer: LayerDef) -> LayerSpec:
-    if not layer.tied:
-        return _Spec(layer.build)
-    return _TiedSpec(layer.tied, layer.build, None if layer.call is None else _call_tied(layer.call))
-
-
-def _call_tied(call: Callable[[nn.Module, Tensor, LocalBatch], Any]) -> Callable[..., Any]:
-    def forward(module: nn.Module, x: Tensor, batch: LocalBatch) -> Any:
-        return call(module, x, batch)
-
-    return forward
+    build = _Spec.build
 
 
 def stage_bounds(layers: Sequence[LayerDef], stages: Sequence[int]) -> list[int]:
@@ -87,6 +61,30 @@ def stage_bounds(layers: Sequence[LayerDef], stages: Sequence[int]) -> list[int]
     return [*bounds, len(layers)]
 
 
+def recomputed_segments(kinds: Sequence[str], plan: RecomputePlan) -> list[tuple[int, int, bool]]:
+    """Runs of a stage's layers as (start, stop, recompute), by Megatron's meaning of the keys.
+
+    `uniform`: groups of `num_layers` decoder layers, each kept as one input. `block`: the first `num_layers`, one by
+    one. Granularity `selective` is the attention core's own business.
+    """
+    decoders = [i for i, kind in enumerate(kinds) if kind == "decoder"]
+    n, groups = plan.num_layers or 0, list[tuple[int, int]]()
+    if plan.granularity == "full" and plan.method == "block":
+        groups = [(i, i + 1) for i in decoders[:n]]
+    elif plan.granularity == "full" and plan.method == "uniform" and decoders:
+        end = decoders[-1] + 1
+        groups = [(i, min(i + n, end)) for i in range(decoders[0], end, n)]
+    segments, at = [], 0
+    for start, stop in groups:
+        if at < start:
+            segments.append((at, start, False))
+        segments.append((start, stop, True))
+        at = stop
+    if at < len(kinds):
+        segments.append((at, len(kinds), False))
+    return segments
+
+
 class HybridPipelineModule(PipelineModule):
     """This rank's stage. `forward(x, batch)`; the last stage returns what the head computes.
 
@@ -99,47 +97,27 @@ class HybridPipelineModule(PipelineModule):
         layers: Sequence[LayerDef],
         ctx: ParallelContext,
         stages: Sequence[int],
-        recompute: Recompute | None = None,
+        recompute: RecomputePlan,
     ):
         self._bounds = stage_bounds(layers, stages)
-        self.recompute = recompute or Recompute()
         layout = ctx.layout
         topology = PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.dp * layout.cp)
+        specs = [_TiedSpec(d) if d.tied else _Spec(d.build) for d in layers]
         # It prints its topology, and broadcasts tied weights where autograd sees it (deepspeed.md: Output).
         with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
-            super().__init__([_spec_of(layer) for layer in layers], topology=topology, partition_method="given")
+            super().__init__(specs, topology=topology, partition_method="given")
         at = topology.get_coord(ctx.rank)
         mine = (ctx.pp.rank, ctx.dp_cp.rank, ctx.tp.rank)
         if (at.pipe, at.data, at.model) != mine:
             raise RuntimeError(f"rank {ctx.rank}: DeepSpeed places it at {at}, the layout at {mine}")
         kinds = [layer.kind for layer in layers[self._local_start : self._local_stop]]
-        self._segments = self._plan_segments(kinds)
+        self._segments = recomputed_segments(kinds, recompute)
         tag_for_deepspeed(self)
 
     def _partition_layers(self, method: str = "given") -> None:
         stage = self._topo.get_coord(self.global_rank).pipe
         self.parts = list(self._bounds)
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
-
-    def _plan_segments(self, kinds: Sequence[str]) -> list[tuple[int, int, bool]]:
-        """Runs of layers as (start, stop, recompute)."""
-        decoders = [i for i, kind in enumerate(kinds) if kind == "decoder"]
-        n, method = self.recompute.num_layers, self.recompute.method
-        groups: list[tuple[int, int]] = []
-        if method == "block":
-            groups = [(i, i + 1) for i in decoders[:n]]
-        elif method == "uniform" and decoders:
-            end = decoders[-1] + 1
-            groups = [(i, min(i + n, end)) for i in range(decoders[0], end, n)]
-        segments, at = [], 0
-        for start, stop in groups:
-            if at < start:
-                segments.append((at, start, False))
-            segments.append((start, stop, True))
-            at = stop
-        if at < len(kinds):
-            segments.append((at, len(kinds), False))
-        return segments
 
     def _run(self, start: int, stop: int, x: Tensor | None, batch: LocalBatch) -> Any:
         for layer in self.forward_funcs[start:stop]:
