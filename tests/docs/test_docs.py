@@ -97,7 +97,7 @@ def test_what_the_package_exports_is_there_without_torch() -> None:
         "assert 'torch' not in sys.modules; from hybrid5d import Engine, initialize; assert 'torch' in sys.modules; "
         "assert {n for n in hybrid5d.__all__ if not hasattr(hybrid5d, n)} == set()"
     )
-    done = run([sys.executable, "-c", code])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
