@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,14 +101,17 @@ def _words(cache_dir: Path, tp: int, pp: int, cp: int, sp: bool) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.mark.parametrize(
     "tp,pp,cp,dp,sp",
     [(1, 1, 1, 1, False), (2, 2, 2, 1, True), (1, 1, 1, 2, False), (2, 1, 1, 1, False), (4, 1, 1, 1, True)],
 )
-def test_a_custom_model_trains_as_its_plain_twin(
-    tp: int, pp: int, cp: int, dp: int, sp: bool, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    ranks = run_ranks(tp * pp * cp * dp, _rank, _words(_cache(tmp_path_factory), tp, pp, cp, sp))
+def test_a_custom_model_trains_as_its_plain_twin(tp: int, pp: int, cp: int, dp: int, sp: bool, cache_dir: Path) -> None:
+    ranks = run_ranks(tp * pp * cp * dp, _rank, _words(cache_dir, tp, pp, cp, sp))
     twin = Twin(assemble([r["start"] for r in ranks]))
     unique = [{d.row_id: d for r in ranks for d in r["rows"][step]} for step in range(RECIPE.steps)]
     want = reference(twin, [list(rows.values()) for rows in unique], RECIPE)
@@ -117,8 +119,3 @@ def test_a_custom_model_trains_as_its_plain_twin(
     for rank in ranks:
         assert [r.loss for r in rank["results"]] == pytest.approx(want.losses, abs=2e-5)
         assert [r.grad_norm for r in rank["results"]] == pytest.approx(want.norms, rel=2e-5)
-
-
-@cache
-def _cache(factory: pytest.TempPathFactory) -> Path:
-    return factory.mktemp("cache")
