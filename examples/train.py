@@ -9,7 +9,7 @@ torchrun --nproc_per_node 8 examples/train.py --config examples/quickstart.yaml
 
 import sys
 
-from hybrid5d.launch.worker import main
+from hybrid5d.worker import main
 
 if __name__ == "__main__":
     sys.exit(main())

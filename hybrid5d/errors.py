@@ -83,3 +83,7 @@ class DataError(HybridError):
 
 class CheckpointError(HybridError):
     """Weights or a checkpoint that cannot be read, written or fitted to the model."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint whose files have the right sizes and other content than was written. Nothing was overwritten."""

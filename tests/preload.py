@@ -18,7 +18,7 @@ MODULES = (
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.ops.op_builder.all_ops",
     "deepspeed.utils",
-    "hybrid5d.launch.worker",
+    "hybrid5d.launch.run",
     "hybrid5d.data.build",
     "hybrid5d.engine.build",
     "hybrid5d.checkpoint.save_load",

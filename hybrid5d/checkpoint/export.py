@@ -17,6 +17,7 @@ from hybrid5d.checkpoint.shards import write_shards
 from hybrid5d.checkpoint.sidecar import copy_sidecar, exported_config, read_config, write_sidecar
 from hybrid5d.checkpoint.state import TrainState
 from hybrid5d.errors import CheckpointError, ConfigError, ConfigErrors
+from hybrid5d.files import fresh_folder, old_of, publish, replacing, temporary_of
 from hybrid5d.models.dtypes import DTYPES
 from hybrid5d.parallel.agree import together, world_axis
 from hybrid5d.parallel.context import Axis
@@ -75,16 +76,6 @@ def _named(target: str | Path) -> Path:
     return path if path.name not in ("", "..") else Path(os.path.abspath(path))
 
 
-def _finish(temporary: Path, target: Path) -> None:
-    """Put the finished folder in place; what was there goes last."""
-    old = target.with_name(target.name + ".old")
-    if target.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        target.replace(old)
-    temporary.replace(target)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def _ordered(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Layer 2 before layer 10."""
 
@@ -138,19 +129,12 @@ def export_checkpoint(
     faults = files.file_faults(folder, manifest, needed) or files.content_faults(folder, manifest, needed)
     if faults:
         raise CheckpointError("\n".join(faults))
-    temporary = target.with_name(target.name + ".tmp")
     try:
-        together(axis, lambda: _make(temporary))
-        _write_folder(folder, manifest.tensors, folder / files.SIDECAR, temporary, options, axis)
-        together(axis, lambda: _finish(temporary, target))
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        with replacing(target) as temporary:
+            _write_folder(folder, manifest.tensors, folder / files.SIDECAR, temporary, options, axis)
+    except OSError as exc:
+        raise CheckpointError(f"{exc.filename or target}: {exc.strerror}") from None
     return target
-
-
-def _make(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
 
 
 def export_hf(
@@ -165,23 +149,24 @@ def export_hf(
         ConfigErrors, CheckpointError: on every rank, with nothing left behind.
     """
     target, axis = _named(target), world_axis()
-    temporary, shards = target.with_name(target.name + ".tmp"), target.with_name(target.name + ".shards.tmp")
+    temporary, shards = temporary_of(target), target.with_name(target.name + ".shards.tmp")
     options = together(axis, lambda: export_options(dtype, max_shard_size, force, state.plan.precision.dtype))
 
     def prepare() -> None:
         if axis.rank == 0:
             refuse_existing(target, force)
-            _make(temporary)
-            _make(shards)
+            fresh_folder(temporary)
+            fresh_folder(shards)
             write_sidecar(state.plan, shards / files.SIDECAR)
 
     together(axis, prepare)
     try:
         manifest = write_shards(state, shards, (), {})
         _write_folder(shards, manifest.tensors, shards / files.SIDECAR, temporary, options, axis)
-        together(axis, lambda: _finish(temporary, target) if axis.rank == 0 else None)
+        together(axis, lambda: publish(temporary, target) if axis.rank == 0 else None)
     finally:
         if axis.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
             shutil.rmtree(shards, ignore_errors=True)
+            shutil.rmtree(old_of(target), ignore_errors=True)
     return target

@@ -15,7 +15,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
@@ -190,73 +190,95 @@ def step_folder(root: Path, step: int) -> Path:
     return root / f"global_step_{step}"
 
 
-def _complete(folder: Path) -> bool:
-    return (folder / ACTOR / MANIFEST).is_file()
-
-
-def _steps(root: Path) -> list[tuple[int, Path]]:
-    """Complete checkpoints under `root`, oldest first; `.old` ones count where a crash left no other of that step."""
-    found: dict[int, Path] = {}
+def faults_of(folder: Path) -> list[str]:
+    """Why an `actor` folder is not a whole checkpoint, as far as that shows without reading tensors; [] where it is."""
     try:
-        names = sorted(p.name for p in root.iterdir())
+        manifest = read_manifest(folder)
+    except CheckpointError as exc:
+        return [str(exc)]
+    return file_faults(folder, manifest) or [f"{folder}: {gap}" for gap in uncovered(manifest)[:3]]
+
+
+def checkpoints(root: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every checkpoint under `root`, whole or not, newest first.
+
+    `global_step_N.old` is what a crash in the middle of replacing step N leaves: it comes after `global_step_N`.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    try:
+        names = sorted(p.name for p in root.iterdir() if p.is_dir())
     except FileNotFoundError:
         return []
     except OSError as exc:
         raise CheckpointError(f"{root} cannot be read: {exc.strerror}") from None
-    for name in names:
-        match = STEP_FOLDER.fullmatch(name.removesuffix(".old"))
-        if match and _complete(root / name):
-            found.setdefault(int(match[1]), root / name)
-    return sorted(found.items())
-
-
-def newest_checkpoint(root: Path) -> Path | None:
-    """The checkpoint `latest` names, else the complete one of the highest step; None where there is none."""
-    steps = _steps(root)
-    try:
-        named = root / (root / LATEST).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        named = None
-    if named is not None and any(folder == named for _, folder in steps):
-        return named
-    return steps[-1][1] if steps else None
+    found = [(int(m[1]), name) for name in names if (m := STEP_FOLDER.fullmatch(name.removesuffix(".old")))]
+    return [(step, root / name) for step, name in sorted(found, key=lambda f: (-f[0], f[1]))]
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     """The `actor` folder meant by a path: itself, a `global_step_N` folder, or a `checkpoints` folder (its newest).
 
     Raises:
-        CheckpointError: there is no complete checkpoint.
+        CheckpointError: it is not there, or not whole.
     """
     path = Path(path)
+    old = path.with_name(path.name + ".old")
     if (path / MANIFEST).is_file():
-        return path
-    if _complete(path):
-        return path / ACTOR
-    if STEP_FOLDER.fullmatch(path.name) and _complete(path.with_name(path.name + ".old")):
-        return path.with_name(path.name + ".old") / ACTOR
-    if not path.is_dir():
-        raise CheckpointError(f"{path} does not exist or is no folder")
-    newest = newest_checkpoint(path)
-    if newest is None:
-        raise CheckpointError(f"{path} holds no complete checkpoint (no {ACTOR}/{MANIFEST} below it)")
-    return newest / ACTOR
+        folder = path
+    elif STEP_FOLDER.fullmatch(path.name):
+        folder = (old if not path.is_dir() and old.is_dir() else path) / ACTOR
+    else:
+        steps = checkpoints(path)
+        if not steps and not path.is_dir():
+            raise CheckpointError(f"{path} does not exist or is no folder")
+        if not steps:
+            raise CheckpointError(f"{path} holds no complete checkpoint (no {ACTOR}/{MANIFEST} below it)")
+        folder = steps[0][1] / ACTOR
+    if faults := faults_of(folder):
+        raise CheckpointError("\n".join(faults))
+    return folder
 
 
-def checkpoint_root(output_dir: str, experiment_name: str) -> Path:
-    """Where a run keeps its checkpoints."""
-    return Path(output_dir) / experiment_name / "checkpoints"
+@dataclass(frozen=True)
+class Resume:
+    """Where a run goes on.
+
+    Attributes:
+        source: the `actor` folder; None = from the start.
+        passed_over: newer checkpoints that are not whole, one line each with the reason.
+    """
+
+    source: Path | None = None
+    passed_over: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """Steps that the checkpoint has done; 0 from the start."""
+        return 0 if self.source is None else read_manifest(self.source).step
 
 
-def resolve_resume(resume_dir: str | None, root: Path) -> Path | None:
-    """The `actor` folder to resume from: None = start anew; `auto` = the run's newest, or None where it has none.
+def resolve_resume(resume_dir: str | None, root: Path, damaged: Collection[Path] = ()) -> Resume:
+    """None = start anew; a path = that checkpoint; `auto` = the newest whole one of the run, if it has any.
+
+    Args:
+        damaged: `actor` folders whose content proved wrong when it was read; `auto` passes them over.
 
     Raises:
-        CheckpointError: a path was given that holds no complete checkpoint.
+        CheckpointError: a path that is not a whole checkpoint; `auto` where there are checkpoints and none is whole.
     """
     if resume_dir is None:
-        return None
-    if resume_dir == "auto":
-        newest = newest_checkpoint(root)
-        return None if newest is None else newest / ACTOR
-    return find_checkpoint(resume_dir)
+        return Resume()
+    if resume_dir != "auto":
+        return Resume(find_checkpoint(resume_dir))
+    passed: list[str] = []
+    for step, folder in checkpoints(root):
+        faults = [f"{folder}: its content is damaged"] if folder / ACTOR in damaged else faults_of(folder / ACTOR)
+        if not faults:
+            return Resume(folder / ACTOR, tuple(passed))
+        passed.append(f"the checkpoint of step {step} is passed over: {faults[0]}")
+    if passed:
+        fix = "Fix: repair one or name another in runner.resume_dir; null starts anew and keeps them aside"
+        raise CheckpointError("\n".join([f"{root} has checkpoints, but none is whole. {fix}", *passed]))
+    return Resume()

@@ -6,7 +6,6 @@ A save is atomic: everything goes into `global_step_N.tmp`, is renamed when ever
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,48 +21,12 @@ from hybrid5d.checkpoint.sidecar import write_sidecar
 from hybrid5d.checkpoint.start_weights import TensorFiles, zero_padding
 from hybrid5d.checkpoint.state import TrainState
 from hybrid5d.checkpoint.stored import fill_from_runs
-from hybrid5d.errors import CheckpointError
+from hybrid5d.errors import CheckpointError, DamagedCheckpoint
+from hybrid5d.files import fresh_folder, old_of, publish, temporary_of, write_whole
 from hybrid5d.parallel.agree import gather_objects, together, world_axis
 from hybrid5d.parallel.shard import Piece, pieces_of
 
 # --- saving ---------------------------------------------------------------------------------------------------------
-
-
-def _write_text(path: Path, text: str) -> None:
-    """Write a file so that it is either the old or the new one, whole and on disk."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _publish(root: Path, temporary: Path, final: Path) -> None:
-    """Rename the finished folder, then point `latest` at it. A crash at any line leaves a complete checkpoint."""
-    _sync_folder(temporary / files.ACTOR)
-    old = final.with_name(final.name + ".old")
-    if final.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        os.replace(final, old)
-    os.replace(temporary, final)
-    _sync_folder(root)
-    _write_text(root / files.LATEST, final.name + "\n")
-    _sync_folder(root)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _prepare(root: Path, temporary: Path) -> None:
-    shutil.rmtree(temporary, ignore_errors=True)
-    (temporary / files.ACTOR).mkdir(parents=True)
 
 
 def save_checkpoint(state: TrainState, directory: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
@@ -77,10 +40,16 @@ def save_checkpoint(state: TrainState, directory: str | Path, extra: Mapping[str
     """
     root, axis = Path(directory), world_axis()
     final = files.step_folder(root, state.step)
-    temporary = final.with_name(final.name + ".tmp")
+    temporary = temporary_of(final)
     actor = temporary / files.ACTOR
     first = axis.rank == 0
-    together(axis, lambda: _prepare(root, temporary) if first else None)
+
+    def start() -> None:
+        if first:
+            fresh_folder(temporary)
+            actor.mkdir()
+
+    together(axis, start)
     moments = tuple(sorted({m for found in gather_objects(state.optimizer.moments(), axis) for m in found}))
     try:
         manifest = write_shards(state, actor, moments, extra or {})
@@ -91,8 +60,10 @@ def save_checkpoint(state: TrainState, directory: str | Path, extra: Mapping[str
                 if faults:  # another node's files are not visible here
                     raise CheckpointError("\n".join([*faults, f"{root} must be on a file system that all nodes share"]))
                 write_sidecar(state.plan, actor / files.SIDECAR)
-                _write_text(actor / files.MANIFEST, manifest.to_json())
-                _publish(root, temporary, final)
+                write_whole(actor / files.MANIFEST, manifest.to_json())
+                publish(temporary, final)
+                write_whole(root / files.LATEST, final.name + "\n")  # last: what it names is whole
+                shutil.rmtree(old_of(final), ignore_errors=True)
 
         together(axis, finish)
     except CheckpointError:
@@ -109,15 +80,6 @@ def _named_pieces(module: nn.Module) -> Iterator[tuple[nn.Parameter, Piece]]:
     for param in module.parameters():
         for piece in pieces_of(param):
             yield param, piece
-
-
-def _verified(folder: Path) -> Manifest:
-    """The manifest, after everything that can be checked without reading tensors."""
-    manifest = files.read_manifest(folder)
-    faults = files.file_faults(folder, manifest) or [f"{folder}: {gap}" for gap in files.uncovered(manifest)[:3]]
-    if faults:
-        raise CheckpointError("\n".join(faults))
-    return manifest
 
 
 def _misfits(state: TrainState, manifest: Manifest, model_names: set[str]) -> list[str]:
@@ -192,12 +154,12 @@ def load_checkpoint(state: TrainState, directory: str | Path) -> Manifest:
         The checkpoint's manifest: its `step`, and as `state` what `save_checkpoint` was given.
 
     Raises:
-        CheckpointError: missing, truncated or damaged files, another model or optimizer; on all ranks, with nothing
-            overwritten.
+        CheckpointError: missing or truncated files, another model or optimizer; DamagedCheckpoint: a wrong checksum;
+            on all ranks, with nothing overwritten.
     """
     axis, access = world_axis(), state.optimizer
     folder = together(axis, lambda: files.find_checkpoint(directory))
-    manifest = together(axis, lambda: _verified(folder))
+    manifest = together(axis, lambda: files.read_manifest(folder))
     _check_fit(state, folder, manifest)
     mine = sorted(manifest.files)[axis.rank :: axis.size]
 
@@ -205,7 +167,10 @@ def load_checkpoint(state: TrainState, directory: str | Path) -> Manifest:
         if faults := files.content_faults(folder, manifest, mine):
             raise CheckpointError("\n".join(faults))
 
-    together(axis, check_content)
+    try:
+        together(axis, check_content)
+    except CheckpointError as exc:
+        raise DamagedCheckpoint(str(exc)) from None
     access.reset(tuple(manifest.optimizer["state"]), int(manifest.optimizer["step"]))
 
     def restore() -> None:

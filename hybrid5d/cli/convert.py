@@ -11,7 +11,7 @@ import typer
 from hybrid5d.config.classify import owner
 from hybrid5d.config.schema import schema_keys
 from hybrid5d.config.tree import get, nearest
-from hybrid5d.errors import EXIT_REFUSED, ConfigErrors
+from hybrid5d.errors import EXIT_REFUSED, ConfigError
 from hybrid5d.plan.convert import Translation, translate
 from hybrid5d.plan.outputs import REPORT, json_text, plan_files, write_files
 
@@ -67,8 +67,8 @@ def _write(result: Translation, out: Path) -> None:
         files |= plan_files(result.plan, out)
     try:
         write_files(out, files)
-    except ConfigErrors as exc:
-        _fail(str(exc))
+    except OSError as exc:
+        _fail(str(ConfigError("--out", str(out), f"cannot be written: {exc.strerror}", "choose another folder")))
 
 
 def _explain(result: Translation, key: str, format_: str) -> None:

@@ -1,8 +1,8 @@
 """The token cache: built once per content, found again by its key, never seen half-written.
 
-One folder per key. A builder holds an exclusive `flock` on `<key>.lock`, writes to `<key>.partial` and renames it, so
+One folder per key. A builder holds an exclusive `flock` on `<key>.lock`, writes to `<key>.tmp` and renames it, so
 readers see a whole store or none. The kernel drops the lock when its owner dies, however it dies: the next process then
-finds no store, throws the partial folder away and builds. Other ranks of the machine wait on the same lock, so no
+finds no store, throws the unfinished folder away and builds. Other ranks of the machine wait on the same lock, so no
 communication is needed; ranks that share no file system build one cache per machine.
 """
 
@@ -13,7 +13,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 from hybrid5d.data.store import FORMAT_VERSION, TokenStore, open_store
 from hybrid5d.errors import DataError
+from hybrid5d.files import replacing
 
 _BLOCK = 1 << 22
 
@@ -67,26 +67,14 @@ def open_or_build(cache_dir: Path, key: str, build: Callable[[Path], None]) -> t
             store = open_store(target)
             if store is not None:  # another process built it while this one waited
                 return store, False
-            _build(cache_dir, key, build)
+            with replacing(target) as folder:  # the lock's owner is the only writer
+                build(folder)
     except OSError as e:
         reason = e.strerror or str(e)
         raise DataError(f"{cache_dir}: the token cache cannot be written: {reason}. Fix: set data.cache_dir") from e
     store = open_store(target)
     assert store is not None, f"{target} was just written"
     return store, True
-
-
-def _build(cache_dir: Path, key: str, build: Callable[[Path], None]) -> None:
-    partial, target = cache_dir / f"{key}.partial", cache_dir / key
-    shutil.rmtree(partial, ignore_errors=True)  # left by a builder that died: only the lock's owner may be here
-    shutil.rmtree(target, ignore_errors=True)  # there but unusable
-    partial.mkdir()
-    try:
-        build(partial)
-        os.rename(partial, target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 @contextmanager

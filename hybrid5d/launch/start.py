@@ -17,18 +17,21 @@ from hybrid5d.errors import ConfigError, ConfigErrors
 from hybrid5d.launch.preflight import Argv, plan_run
 from hybrid5d.launch.watch import EXIT_FAILED
 from hybrid5d.plan.draft import Purpose
+from hybrid5d.plan.outputs import write_settings
+from hybrid5d.train.lock import take
 from hybrid5d.train.run_folder import RunFolder
 
 LAUNCHERS = ("deepspeed", "accelerate", "torchrun", "python")
-WORKER = "hybrid5d.launch.worker"
-_PATIENCE_SECONDS = 15.0  # for a launcher to end its ranks after SIGTERM
+WORKER = "hybrid5d.worker"
+_PATIENCE_SECONDS = 3.0  # after SIGTERM: ranks answer it at once, `deepspeed` on one node never
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
 
 
 def launch(argv: Argv, num_procs: int | None, launcher: str | None, purpose: Purpose = "train") -> int:
     """Check, write the run directory, start `num_procs` ranks of the worker and wait; returns the exit code.
 
-    0 means that rank 0 reported the end of the run, not only that the launcher returned 0: `deepspeed` does so too when
-    its inner process is killed.
+    The run folder is held from the checks to the end. 0 means that rank 0 reported the end of the run, not only that
+    the launcher returned 0: `deepspeed` does so too when its inner process is killed.
 
     Raises:
         ConfigErrors: everything that is wrong, before anything is started.
@@ -45,9 +48,16 @@ def launch(argv: Argv, num_procs: int | None, launcher: str | None, purpose: Pur
     chosen = launcher or ("python" if count == 1 else "deepspeed")
     folder = RunFolder.of(plan)
     folder = RunFolder(folder / "eval") if evaluate else folder
-    folder.prepare(plan)
-    say("\n".join([f"run directory: {folder.path}", *(f"notice: {n}" for n in notices)]), sys.stdout)
-    code = _run([*command(chosen, count), "--run-dir", str(folder.path), *(["--eval"] if evaluate else [])])
+    lock = take(folder.path, "launcher")
+    try:
+        notices = (*notices, *(folder.prepare_evaluation(plan) if evaluate else folder.prepare(plan)))
+        digest = write_settings(folder.path, plan.config)
+        lines = [f"run directory: {folder.path}", *(f"notice: {n}" for n in notices)]
+        say("\n".join(lines), sys.stdout)
+        options = ["--run-dir", str(folder.path), "--digest", digest, *(["--eval"] if evaluate else [])]
+        code = _run([*command(chosen, count), *options])
+    finally:
+        lock.release()
     if code == 0 and not folder.finished():
         say(f"{chosen} returned 0, but the run did not reach its end: {folder.path} has no result.json")
         return EXIT_FAILED
@@ -91,6 +101,9 @@ def _free_port() -> int:
 def _run(words: list[str]) -> int:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_root()), *_inherited_path()])}
     environ.setdefault("PYTHONUNBUFFERED", "1")
+    environ.setdefault("DS_LOG_LEVEL", "error")  # DeepSpeed's launcher logs what it starts; ours has said it
+    if not any(Path(device).exists() for device in _GPU_DEVICES):
+        environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says at each import that it found no GPU
     if len(words) > 3 and words[2] != WORKER:
         environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun and accelerate warn at length where it is unset
     process = subprocess.Popen(words, env=environ, start_new_session=True)
@@ -111,9 +124,10 @@ def _inherited_path() -> list[str]:
 
 @contextlib.contextmanager
 def _forwarded(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """SIGTERM and SIGINT end the whole group of the launcher; a launcher that does not end is killed with its ranks."""
+    """SIGTERM and SIGINT end the whole group of the launcher, which is then killed; exit code 143 or 130."""
 
     def stop(signum: int, _: object) -> None:
+        say(f"{signal.Signals(signum).name}: ending the run")
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + _PATIENCE_SECONDS

@@ -26,7 +26,7 @@ from hybrid5d.errors import EXIT_REFUSED, HybridError
 from hybrid5d.launch.env import LaunchEnv
 
 EXIT_FAILED = 1
-EXIT_TERMINATED = 128 + signal.SIGTERM
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)  # exit codes 143 and 130
 GRACE_SECONDS = 8.0  # for the cause to be told, and for the launcher to end this rank
 _POLL_SECONDS = 1.0
 _PREFIX = "hybrid5d-"
@@ -46,19 +46,21 @@ class Job:
         self.ancestors = _launch_processes(parent) if env.world_size > 1 else []
         name = f"{_PREFIX}{os.getuid()}-{parent}-{_started(parent)}"
         self.folder = (root or Path(tempfile.gettempdir())) / name
+        self.joined = False
         self._stop = threading.Event()
 
     # --- life -------------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Make this rank known and start to watch the others; nothing to do for one process."""
-        if self.env.world_size == 1:
-            return
-        self._make_folder()
-        (self.folder / f"{self.env.rank}.pid").write_text(f"{os.getpid()} {_started(os.getpid())}")
+        """Make this rank known to the others, start to watch them, and answer SIGTERM and SIGINT from here on."""
+        self.joined = True
+        if self.env.world_size > 1:
+            self._make_folder()
+            (self.folder / f"{self.env.rank}.pid").write_text(f"{os.getpid()} {_started(os.getpid())}")
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        signal.signal(signal.SIGTERM, lambda *_: None)  # the thread answers, also while the main one waits in gloo
+        for number in STOP_SIGNALS:  # the thread answers, also while the main one waits in gloo
+            signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(reader,), name="hybrid5d-watch", daemon=True).start()
 
@@ -70,6 +72,8 @@ class Job:
     def finish(self) -> None:
         """This rank did its work: from now on its absence is no failure."""
         self._stop.set()
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
         if self.env.world_size == 1:
             return
         (self.folder / f"{self.env.rank}.done").touch()
@@ -124,9 +128,9 @@ class Job:
         failed_since: float | None = None
         while not self._stop.is_set():
             ready, _, _ = select.select([reader], [], [], _POLL_SECONDS)
-            if ready and signal.SIGTERM in os.read(reader, 64):
-                self._tell_gone()
-                os._exit(EXIT_TERMINATED)
+            for number in os.read(reader, 64) if ready else b"":
+                if number in STOP_SIGNALS:
+                    self._stopped(signal.Signals(number))
             if self._stop.is_set():
                 return
             if any(not _same(pid, started) for pid, started in self.ancestors):
@@ -139,6 +143,12 @@ class Job:
                     os._exit(EXIT_FAILED)
             elif self._tell_gone():
                 os._exit(EXIT_FAILED)
+
+    def _stopped(self, number: signal.Signals) -> None:
+        """End by a signal, named once; a launcher that ends the ranks of a failed one sends SIGTERM as well."""
+        if not self._failed() and not self._tell_gone() and self._claim():
+            say(f"{self._prefix()}{self.where}: stopped by {number.name}")
+        os._exit(128 + number)
 
     def _tell_gone(self) -> bool:
         gone = [] if self._failed() else self.gone()

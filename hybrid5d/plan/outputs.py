@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from hybrid5d.config.schema import RunConfig
 from hybrid5d.config.tree import drop
 from hybrid5d.config.yaml_file import dump_yaml, parse_yaml, read_text, unescaped
 from hybrid5d.errors import ConfigError, ConfigErrors
+from hybrid5d.files import write_whole
 from hybrid5d.plan.accelerate_config import accelerate_config
 from hybrid5d.plan.layout import AXES, RANK_ORDER
 from hybrid5d.plan.run import RunPlan
@@ -68,7 +68,7 @@ def write_settings(folder: str | Path, config: RunConfig) -> str:
     """Write resolved.yaml; returns its digest, which the launcher gives the ranks on their command line.
 
     Raises:
-        ConfigErrors: the folder cannot be made or written.
+        OSError: the folder cannot be made or written.
     """
     text = resolved_text(config)
     write_files(folder, {RESOLVED: text})
@@ -125,18 +125,12 @@ def plan_files(plan: RunPlan, folder: str | Path = "") -> dict[str, str]:
 
 
 def write_files(folder: str | Path, files: dict[str, str]) -> None:
-    """Write each file whole (temporary name, then rename).
+    """Make the folder and write each file whole.
 
     Raises:
-        ConfigErrors: the folder cannot be made or written.
+        OSError: the folder cannot be made or written.
     """
     target = Path(folder)
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            part = target / f".{name}.{os.getpid()}"
-            part.write_text(text, encoding="utf-8")
-            part.replace(target / name)
-    except OSError as exc:
-        error = ConfigError("--out", str(folder), f"cannot be written: {exc.strerror}", "choose another folder")
-        raise ConfigErrors([error]) from None
+    target.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        write_whole(target / name, text)

@@ -5,8 +5,9 @@ OUTPUT_DIR/EXPERIMENT_NAME/
   env.json                                                       versions, machine, launcher
   metrics.jsonl  eval.jsonl                                      one object a step / an evaluation
   checkpoints/  hf/                                              training checkpoints, the exported model
-  errors/rank3.txt                                               tracebacks of ranks that failed
   result.json                                                    only after a run that reached its end
+  run.lock                                                       who uses the folder now
+  earlier-1/ ...                                                 what earlier runs left here, whole
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hybrid5d.checkpoint.manifest import checkpoints, resolve_resume
 from hybrid5d.errors import ConfigError, ConfigErrors
+from hybrid5d.files import write_whole
 from hybrid5d.plan.outputs import json_text, plan_files, write_files
 from hybrid5d.plan.run import RunPlan
+from hybrid5d.train.lock import LOCK
 
 ENV, METRICS, EVALS, RESULT, CHECKPOINTS, HF = (
     "env.json", "metrics.jsonl", "eval.jsonl", "result.json", "checkpoints", "hf",
 )  # fmt: skip
+_PREVIOUS, ASIDE = "result.previous.json", "earlier-"
 
 
 class RunFolder:
@@ -40,61 +45,119 @@ class RunFolder:
     def __truediv__(self, name: str) -> Path:
         return self.path / name
 
-    def prepare(self, plan: RunPlan) -> None:
-        """Write the plan's files and forget the result of an earlier run.
+    def prepare(self, plan: RunPlan) -> list[str]:
+        """Make the folder this run's, which holds its lock: an earlier run goes aside, the plan's files are written.
+
+        A run that resumes from a checkpoint of this folder continues what lies there; nothing is moved.
+
+        Returns:
+            What was kept aside, for the user.
+
+        Raises:
+            ConfigErrors: the directory cannot be made or written.
+            CheckpointError: `runner.resume_dir` names no whole checkpoint; nothing was touched.
+        """
+        source = resolve_resume(plan.config.runner.resume_dir, self / CHECKPOINTS).source
+        try:
+            notices = [] if source is not None and self._holds(source) else self._keep_aside(self._earlier_run())
+            self._forget_result()
+            write_files(self.path, plan_files(plan, self.path))
+        except OSError as exc:
+            raise ConfigErrors([_unwritable(self.path, exc)]) from None
+        return notices
+
+    def prepare_evaluation(self, plan: RunPlan) -> list[str]:
+        """The plan's files, and no result, in the folder of an evaluation; there is nothing to keep aside.
 
         Raises:
             ConfigErrors: the directory cannot be made or written.
         """
         try:
+            self._forget_result()
             write_files(self.path, plan_files(plan, self.path))
-            (self / RESULT).unlink(missing_ok=True)
-        except (ConfigErrors, OSError) as exc:
-            reason = exc.errors[0].rule if isinstance(exc, ConfigErrors) else str(exc.strerror)
-            error = ConfigError("runner.output_dir", str(self.path), reason, "choose another folder")
-            raise ConfigErrors([error]) from None
+        except OSError as exc:
+            raise ConfigErrors([_unwritable(self.path, exc)]) from None
+        return []
+
+    def keep_later(self, step: int) -> list[str]:
+        """Checkpoints after `step`, from which this run goes on, are of a branch that it leaves: they go aside."""
+        later = [folder for at, folder in checkpoints(self / CHECKPOINTS) if at > step]
+        return self._keep_aside(later, f"checkpoints after step {step}")
+
+    def _holds(self, path: Path) -> bool:
+        return path.resolve().is_relative_to(self.path.resolve())
+
+    def _earlier_run(self) -> list[Path]:
+        """Everything here, where a run left more than its settings."""
+        if not any((self / name).exists() for name in (CHECKPOINTS, HF, METRICS, RESULT)):
+            return []
+        return [p for p in sorted(self.path.iterdir()) if p.name != LOCK and not p.name.startswith(ASIDE)]
+
+    def _keep_aside(self, paths: list[Path], what: str = "what an earlier run left there") -> list[str]:
+        if not paths:
+            return []
+        number = 1
+        while (target := self / f"{ASIDE}{number}").exists():
+            number += 1
+        for path in paths:
+            place = target / path.relative_to(self.path)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, place)
+        return [f"{self.path}: {what} is kept in {target.name}/"]
+
+    def _forget_result(self) -> None:
+        """From here on result.json means that this start reached the end; `earlier_result` still knows the old one."""
+        if (self / RESULT).exists():
+            os.replace(self / RESULT, self / _PREVIOUS)
 
     def write_environment(self, record: Mapping[str, Any]) -> None:
         """env.json: what a bug report needs."""
         write_files(self.path, {ENV: json_text(dict(record))})
 
     def open_metrics(self, first_step: int) -> None:
-        """Make room for this run's lines: those from `first_step` on are cut; a fresh start keeps old files aside."""
+        """Lines of steps after `first_step` are cut: this run writes them anew."""
         for name in (METRICS, EVALS):
-            path = self / name
-            if not path.exists():
-                continue
-            if first_step == 0:
-                os.replace(path, _unused(path))
-            else:
-                _cut(path, first_step)
+            if (self / name).exists():
+                _cut(self / name, first_step)
+
+    def last_loss(self, step: int) -> float | None:
+        """Training loss that metrics.jsonl gives for a step; None where it has none."""
+        records = _records(self / METRICS) if (self / METRICS).exists() else []
+        return next((r.get("loss") for r in reversed(records) if r["step"] == step), None)
+
+    def earlier_result(self, step: int) -> dict[str, Any] | None:
+        """What the last start here wrote into result.json, if it ended at `step`."""
+        try:
+            record = json.loads((self / _PREVIOUS).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return record if isinstance(record, dict) and record.get("steps") == step else None
 
     def write_result(self, values: Mapping[str, Any]) -> None:
         """result.json, the mark of a run that reached its end."""
         write_files(self.path, {RESULT: json_text(dict(values))})
+        (self / _PREVIOUS).unlink(missing_ok=True)
 
     def finished(self) -> bool:
         """A run reached its end here."""
         return (self / RESULT).is_file()
 
 
-def _unused(path: Path) -> Path:
-    """metrics.jsonl -> metrics.1.jsonl, or the next number that is free."""
-    number = 1
-    while (found := path.with_suffix(f".{number}{path.suffix}")).exists():
-        number += 1
-    return found
+def _unwritable(path: Path, exc: OSError) -> ConfigError:
+    return ConfigError("runner.output_dir", str(path), f"cannot be written: {exc.strerror}", "choose another folder")
 
 
-def _cut(path: Path, first_step: int) -> None:
-    """Drop lines of steps after `first_step`, and a last line that a killed run left half-written."""
-    kept = []
+def _records(path: Path) -> list[dict[str, Any]]:
+    """Objects of a JSONL file that have a step; a last line that a killed run left half-written is not one."""
+    records = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            if int(json.loads(line)["step"]) <= first_step:
-                kept.append(line)
+            record = json.loads(line)
+            records.append({**record, "step": int(record["step"])})
         except (ValueError, KeyError, TypeError):
             continue
-    part = path.with_name(f".{path.name}.part")
-    part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    os.replace(part, path)
+    return records
+
+
+def _cut(path: Path, last: int) -> None:
+    write_whole(path, "".join(json.dumps(r) + "\n" for r in _records(path) if r["step"] <= last))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from hybrid5d.checkpoint.manifest import resolve_resume
 from hybrid5d.data.loader import EvalLoader, Loader
 from hybrid5d.engine.results import StepResult
-from hybrid5d.errors import HybridError
-from hybrid5d.parallel.agree import together, world_axis
+from hybrid5d.errors import DamagedCheckpoint, HybridError
+from hybrid5d.parallel.agree import gather_objects, together, world_axis
 from hybrid5d.train.metrics import Console, JsonLines, Tracker, duration, open_trackers, step_record
 from hybrid5d.train.run_folder import CHECKPOINTS, EVALS, HF, METRICS, RunFolder
 
@@ -46,6 +46,15 @@ class Evaluation:
         counts = f"{self.valid_tokens:,} tokens in {self.rows:,} rows"
         return f"loss {self.loss:.4f}  perplexity {self.perplexity:.3f}  {counts}"
 
+    def since(self, before: Evaluation) -> str | None:
+        """What changed since an earlier evaluation of the same rows."""
+        if self.loss is None or before.loss is None:
+            return None
+        return (
+            f"eval: loss {before.loss:.4f} -> {self.loss:.4f}, perplexity {before.perplexity:.1f} -> "
+            f"{self.perplexity:.1f}, on {self.valid_tokens:,} tokens of data.val_data_paths"
+        )
+
     def record(self, step: int) -> dict[str, Any]:
         """One line of eval.jsonl."""
         return {
@@ -64,24 +73,52 @@ def evaluate(engine: Engine, loader: EvalLoader) -> Evaluation:
     return Evaluation(total / valid if valid else None, valid, rows)
 
 
-def resume(engine: Engine, folder: RunFolder, loader: Loader | None = None) -> tuple[Path | None, list[str]]:
-    """Load the checkpoint that `runner.resume_dir` names; `auto` is the newest of this run, if there is one.
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint that a run went on from (None: it starts), and what the user should know of it."""
 
-    Returns:
-        (the checkpoint or None, what of `loader`'s data or order is not as the checkpoint was made with).
+    source: Path | None = None
+    notices: tuple[str, ...] = ()
+
+
+def resume(engine: Engine, folder: RunFolder, loader: Loader | None = None) -> Resumed:
+    """Load the checkpoint that `runner.resume_dir` names; `auto` is the newest whole one of this run, if it has any.
+
+    Collective over the world. Checkpoints of this folder that are newer than the one loaded go aside where `loader` is
+    given (a run that trains on), so that the next `auto` cannot take up what this run left behind.
 
     Raises:
-        CheckpointError: damaged, or it does not fit.
+        CheckpointError: a path that is not a whole checkpoint, none of the run's is whole, or it does not fit.
     """
-    asked = engine.plan.config.runner.resume_dir
-    source = together(world_axis(), lambda: resolve_resume(asked, folder / CHECKPOINTS))
-    if source is None:
-        return None, []
-    saved = engine.load_checkpoint(source).get(DATA)
-    if loader is None or not isinstance(saved, dict):  # a loop that is not ours may have saved something else
-        return source, []
+    axis, asked, damaged = world_axis(), engine.plan.config.runner.resume_dir, list[Path]()
+    while True:
+        found = together(axis, lambda: resolve_resume(asked, folder / CHECKPOINTS, damaged))
+        if found.source is None:
+            return Resumed()
+        try:
+            state = engine.load_checkpoint(found.source)
+            break
+        except DamagedCheckpoint:
+            if asked != "auto":
+                raise
+            damaged.append(found.source)
+    notices = list(found.passed_over)
+    if loader is not None:
+        step = engine.global_step
+        notices += together(axis, lambda: folder.keep_later(step) if axis.rank == 0 else [])
+        notices += _differing_rows(loader, state.get(DATA), step)
+    return Resumed(found.source, tuple(notices))
+
+
+def _differing_rows(loader: Loader, saved: Any, step: int) -> list[str]:
+    if not isinstance(saved, dict):  # a loop that is not ours may have saved something else
+        return []
     now = loader.identity()
-    return source, [f"{n}={now[n]} (was {old})" for n, old in saved.items() if n in now and now[n] != old]
+    changes = [f"{n}={now[n]} (was {old})" for n, old in saved.items() if n in now and now[n] != old]
+    if not changes:
+        return []
+    text = f"rows differ from those that the checkpoint was made with: {', '.join(changes)}"
+    return [f"{text}; step {step + 1} takes its place in the new order"]
 
 
 class Trainer:
@@ -105,7 +142,8 @@ class Trainer:
         self.runner = engine.plan.config.runner
         self.console = Console(self.first, loader.total_steps)
         self.start_step = engine.global_step
-        self._saved_at: int | None = None
+        self._saved_at: int | None = self.start_step or None
+        self._evaluations: list[Evaluation] = []
         self._metrics: JsonLines | None = None
         self._evals: JsonLines | None = None
         self._trackers: list[Tracker] = []
@@ -120,6 +158,8 @@ class Trainer:
         self._open()
         try:
             step = self.start_step
+            if step == 0 and self.loader.total_steps != 0 and self._evaluates:
+                self.evaluate()
             while self.loader.total_steps is None or step < self.loader.total_steps:
                 self.note(f"step {step + 1}")
                 last = self._step(step)
@@ -154,11 +194,15 @@ class Trainer:
                 f"step {result.step}: loss {result.loss}, gradient norm {result.grad_norm}; the last good state is "
                 f"{self._last_good()}. Fix: a lower actor.optim.lr, a longer warm-up, or other data"
             )
-        if self.runner.val_check_interval > 0 and result.step % self.runner.val_check_interval == 0:
+        if self._evaluates and result.step % self.runner.val_check_interval == 0:
             self.evaluate()
         if self.runner.save_interval > 0 and result.step % self.runner.save_interval == 0:
             self._save()
         return result
+
+    @property
+    def _evaluates(self) -> bool:
+        return self.eval_loader is not None and self.runner.val_check_interval > 0
 
     def evaluate(self) -> Evaluation | None:
         """Loss over `data.val_data_paths`, if there are any."""
@@ -170,7 +214,8 @@ class Trainer:
         if self._evals is not None:
             self._evals.write(found.record(step))
         self._track(step, "eval", {"loss": found.loss, "perplexity": found.perplexity})
-        self.console.say(f"eval after step {step}: {found}")
+        self._evaluations.append(found)
+        self.console.say(f"eval {f'after step {step}' if step else 'before training'}: {found}")
         return found
 
     def _track(self, step: int, group: str, record: dict[str, Any]) -> None:
@@ -190,19 +235,31 @@ class Trainer:
         return f"the checkpoint of step {self._saved_at}" if self._saved_at is not None else "the start"
 
     def _end(self, last: StepResult | None, seconds: float) -> dict[str, Any]:
-        step = self.engine.global_step
-        result: dict[str, Any] = {"steps": step, "loss": last.loss if last else None, "seconds": round(seconds, 3)}
+        step, axis = self.engine.global_step, world_axis()
         if last is None:
             self.console.say(f"nothing to do: the run is at step {step} of {self.loader.total_steps}")
-            return result
-        if self.runner.val_check_interval > 0 and step % self.runner.val_check_interval:
+            earlier = gather_objects(self.folder.earlier_result(step) if self.first else None, axis)[0]
+            if earlier is not None or step == 0:
+                return earlier or {"steps": 0, "loss": None, "seconds": 0.0}
+        loss = last.loss if last else gather_objects(self.folder.last_loss(step) if self.first else None, axis)[0]
+        result: dict[str, Any] = {"steps": step, "loss": loss, "seconds": round(seconds, 3)}
+        if self._evaluates and (last is None or step % self.runner.val_check_interval):
             self.evaluate()
+        if self._evaluations:
+            result["eval_loss"] = self._evaluations[-1].loss
         if self.runner.save_interval > 0:
             if self._saved_at != step:
                 self._save()
             self.note("export")
             result["hf"] = str(self.engine.export_hf(self.folder / HF, force=True))
             self.console.say(f"Hugging Face folder: {result['hf']}")
-        rate = f"{(step - self.start_step) / seconds:.2f} steps/s" if seconds > 0 else ""
-        self.console.say(f"done: {step} steps, loss {last.loss:.4f}, {duration(seconds)} ({rate})")
+        if last is not None:
+            self.console.say(self._summary(step, last.loss, seconds))
         return result
+
+    def _summary(self, step: int, loss: float, seconds: float) -> str:
+        rate = f" ({(step - self.start_step) / seconds:.2f} steps/s)" if seconds > 0 else ""
+        line = f"done: {step} steps, loss {loss:.4f}, {duration(seconds)}{rate}"
+        if len(self._evaluations) > 1 and (change := self._evaluations[-1].since(self._evaluations[0])):
+            line += f"\n{change}"
+        return line

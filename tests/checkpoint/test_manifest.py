@@ -6,21 +6,22 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hybrid5d.checkpoint.manifest import (
     Manifest,
+    Resume,
     Run,
     StoredFile,
     StoredTensor,
-    checkpoint_root,
+    checkpoints,
     crc32_of,
     describe_layout,
     file_faults,
     find_checkpoint,
-    newest_checkpoint,
     read_manifest,
     resolve_resume,
     uncovered,
@@ -47,9 +48,11 @@ def manifest(**changes: object) -> Manifest:
 
 
 def put(root: Path, name: str) -> Path:
+    """A whole checkpoint."""
     actor = root / name / "actor"
     actor.mkdir(parents=True)
-    (actor / "manifest.json").write_text(manifest().to_json())
+    (actor / "a").write_bytes(b"12345")
+    (actor / "manifest.json").write_text(manifest(step=int(name.split("_")[2].split(".")[0])).to_json())
     return actor
 
 
@@ -93,34 +96,92 @@ def test_file_faults(tmp_path: Path) -> None:
     assert crc32_of(tmp_path / "a") == 0xCBF53A1C
 
 
-def test_newest_is_what_latest_names(tmp_path: Path) -> None:
+def test_steps_are_ordered_as_numbers_and_leftovers_are_no_checkpoints(tmp_path: Path) -> None:
+    for name in ("global_step_2", "global_step_10", "global_step_9.old", "global_step_9", "global_step_11.tmp"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "global_step_12").write_text("a file")
+    names = ["global_step_10", "global_step_9", "global_step_9.old", "global_step_2"]
+    assert [p.name for _, p in checkpoints(tmp_path)] == names and checkpoints(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize("latest", ["global_step_2\n", "global_step_7\n", "", None])
+def test_auto_takes_the_newest_whole_one_whatever_latest_says(tmp_path: Path, latest: str | None) -> None:
     for step in (2, 10, 9):
         put(tmp_path, f"global_step_{step}")
-    assert newest_checkpoint(tmp_path) == tmp_path / "global_step_10"
-    (tmp_path / "latest").write_text("global_step_9\n")
-    assert newest_checkpoint(tmp_path) == tmp_path / "global_step_9"
-    assert find_checkpoint(tmp_path) == tmp_path / "global_step_9" / "actor"
+    if latest is not None:
+        (tmp_path / "latest").write_text(latest)
+    found = resolve_resume("auto", tmp_path)
+    assert (found.source, found.passed_over, found.step) == (tmp_path / "global_step_10" / "actor", (), 10)
 
 
-def test_leftovers_and_lost_pointers(tmp_path: Path) -> None:
-    put(tmp_path, "global_step_4")
-    put(tmp_path, "global_step_8.tmp")
-    (tmp_path / "global_step_6" / "actor").mkdir(parents=True)
-    (tmp_path / "latest").write_text("global_step_6\n")  # incomplete: never renamed by us, perhaps deleted by hand
-    assert newest_checkpoint(tmp_path) == tmp_path / "global_step_4"
-    put(tmp_path, "global_step_7.old")  # a crash between the two renames of a save over step 7
-    assert newest_checkpoint(tmp_path) == tmp_path / "global_step_7.old"
-    assert find_checkpoint(tmp_path / "global_step_7") == tmp_path / "global_step_7.old" / "actor"
+def lose_a_file(actor: Path) -> None:
+    (actor / "a").unlink()
+
+
+def truncate(actor: Path) -> None:
+    (actor / "a").write_bytes(b"123")
+
+
+def lose_the_manifest(actor: Path) -> None:
+    (actor / "manifest.json").unlink()
+
+
+def damage_the_manifest(actor: Path) -> None:
+    (actor / "manifest.json").write_text("{")
+
+
+def leave_a_gap(actor: Path) -> None:
+    short = StoredTensor((4, 3), True, {"weight": (Run("a", 0, 0, 2),)})
+    (actor / "manifest.json").write_text(manifest(tensors={"w": short}).to_json())
+
+
+FAULTS = {
+    lose_a_file: "No such file", truncate: "has 3 bytes, not the 5", lose_the_manifest: "manifest.json is missing",
+    damage_the_manifest: "is damaged", leave_a_gap: "weight of w: 6 of 12 elements",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
+def test_a_checkpoint_that_is_not_whole(tmp_path: Path, fault: Callable[[Path], None]) -> None:
+    """`auto` passes it over and says why; alone, or named, it is refused: nothing starts over where checkpoints are."""
+    root = tmp_path / "checkpoints"
+    newest = put(root, "global_step_9")
+    (root / "latest").write_text("global_step_9\n")
+    fault(newest)
+    with pytest.raises(CheckpointError, match="none is whole") as alone:
+        resolve_resume("auto", root)
+    assert FAULTS[fault] in str(alone.value) and "step 9" in str(alone.value)
+    older = put(root, "global_step_4")
+    found = resolve_resume("auto", root)
+    assert found.source == older and len(found.passed_over) == 1
+    assert "step 9" in found.passed_over[0] and FAULTS[fault] in found.passed_over[0]
+    for path in (newest.parent, root, *([newest] if fault is not lose_the_manifest else [])):
+        with pytest.raises(CheckpointError) as named:
+            resolve_resume(str(path), root)
+        assert FAULTS[fault] in str(named.value)
+
+
+def test_what_proved_damaged_when_it_was_read_is_passed_over(tmp_path: Path) -> None:
+    old, new = put(tmp_path, "global_step_4"), put(tmp_path, "global_step_9")
+    found = resolve_resume("auto", tmp_path, [new])
+    assert found.source == old and "content is damaged" in found.passed_over[0]
+    with pytest.raises(CheckpointError, match="none is whole"):
+        resolve_resume("auto", tmp_path, [new, old])
+
+
+def test_a_crash_between_the_two_renames_of_a_save_over_a_step(tmp_path: Path) -> None:
+    old = put(tmp_path, "global_step_7.old")
+    assert resolve_resume("auto", tmp_path).source == old
+    assert find_checkpoint(tmp_path / "global_step_7") == old
 
 
 def test_resume_dir(tmp_path: Path) -> None:
-    root = checkpoint_root(str(tmp_path), "run")
-    assert root == tmp_path / "run" / "checkpoints"
-    assert resolve_resume(None, root) is None and resolve_resume("auto", root) is None
+    root = tmp_path / "run" / "checkpoints"
+    assert resolve_resume(None, root) == resolve_resume("auto", root) == Resume()
     actor = put(root, "global_step_5")
-    assert resolve_resume("auto", root) == actor
+    assert resolve_resume(None, root).source is None and resolve_resume("auto", root).source == actor
     for path in (root, root / "global_step_5", actor):
-        assert resolve_resume(str(path), Path("/nowhere")) == actor
+        assert resolve_resume(str(path), Path("/nowhere")).source == actor
     for path, words in ((tmp_path / "none", "does not exist"), (tmp_path, "holds no complete checkpoint")):
         with pytest.raises(CheckpointError, match=words):
             resolve_resume(str(path), root)

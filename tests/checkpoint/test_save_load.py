@@ -351,7 +351,7 @@ def _dies(rank: int, layout: Layout, folder: str, root: str, where: str) -> None
 
 
 # The three renames are those of the manifest, of the folder and of the pointer.
-@pytest.mark.parametrize("where", ["write", "_publish", "replace 1", "replace 2", "replace 3"])
+@pytest.mark.parametrize("where", ["write", "publish", "replace 1", "replace 2", "replace 3"])
 def test_a_crash_while_saving_leaves_the_checkpoint_before(model: Path, tmp_path: Path, where: str) -> None:
     with pytest.raises(RankFailure, match=r"died without a message|failed"):
         run_ranks(2, _dies, Layout(tp=2), str(model), str(tmp_path), where, timeout=60)

@@ -15,7 +15,7 @@ import pytest
 from hybrid5d.data.build import loader_from_plan
 from hybrid5d.errors import DataError
 from hybrid5d.launch.env import LaunchEnv
-from hybrid5d.launch.worker import _introduction
+from hybrid5d.launch.run import _introduction
 from hybrid5d.load import load_config
 from hybrid5d.plan.convert import Translation, translate
 from hybrid5d.plan.report import build_report

@@ -229,14 +229,14 @@ def test_a_killed_builder_is_replaced_and_many_ranks_build_once(tmp_path: Path) 
     killed = ctx.Process(target=die_while_building, args=(cache,))
     killed.start()
     killed.join(20)
-    assert killed.exitcode == -signal.SIGKILL and (cache / "k.partial" / "tokens.bin").exists()
+    assert killed.exitcode == -signal.SIGKILL and (cache / "k.tmp" / "tokens.bin").exists()
     ranks = [ctx.Process(target=build_slowly, args=(cache, log)) for _ in range(6)]
     for p in ranks:
         p.start()
     for p in ranks:
         p.join(20)
     assert [p.exitcode for p in ranks] == [0] * 6
-    assert log.read_text() == "built\n" and not (cache / "k.partial").exists()
+    assert log.read_text() == "built\n" and not (cache / "k.tmp").exists()
 
 
 def test_worker_processes_give_the_same_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

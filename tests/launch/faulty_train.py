@@ -45,7 +45,7 @@ def main() -> int:
             return module
 
         builtins.__import__ = importing
-    from hybrid5d.launch.worker import main as worker
+    from hybrid5d.worker import main as worker
 
     return worker()
 

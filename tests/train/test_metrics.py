@@ -65,18 +65,13 @@ def write(path: Path, steps: list[int], tail: str = "") -> None:
     path.write_text("".join(f'{{"step": {s}}}\n' for s in steps) + tail)
 
 
-def test_resuming_cuts_what_comes_after_and_a_fresh_start_keeps_the_old(tmp_path: Path) -> None:
+def test_resuming_cuts_what_comes_after(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     write(folder / METRICS, [1, 2, 3, 4], '{"step": 5, "lo')
     write(folder / EVALS, [2, 4])
     folder.open_metrics(2)
     assert [json.loads(x)["step"] for x in (folder / METRICS).read_text().splitlines()] == [1, 2]
     assert (folder / EVALS).read_text() == '{"step": 2}\n'
-    folder.open_metrics(0)
-    assert not (folder / METRICS).exists() and (folder / "metrics.1.jsonl").exists()
-    write(folder / METRICS, [1])
-    folder.open_metrics(0)
-    assert (folder / "metrics.2.jsonl").read_text() == '{"step": 1}\n'
 
 
 def test_a_result_marks_the_end(tmp_path: Path) -> None:

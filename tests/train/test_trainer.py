@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,11 +29,11 @@ def train(rank: int, world: int, path: str, words: tuple[str, ...], poison: bool
         folder.prepare(plan)
     dp = plan.layout.coordinate(rank).dp
     loader = loader_from_plan(plan, dp)
-    _, changes = resume(engine, folder, loader)
+    resumed = resume(engine, folder, loader)
     eval_loader = eval_loader_from_plan(plan, dp) if plan.config.data.val_data_paths else None
     if poison:
         next(iter(engine.module.parameters())).data.fill_(math.nan)
-    return {"changes": changes, **Trainer(engine, loader, folder, eval_loader=eval_loader).run()}
+    return {"notices": resumed.notices, **Trainer(engine, loader, folder, eval_loader=eval_loader).run()}
 
 
 train.needs_group = True  # type: ignore[attr-defined]
@@ -52,7 +51,7 @@ def test_evaluation_equals_training_at_frozen_weights(tmp_path: Path, world: int
     folder = tmp_path / "a" / "run"
     steps = metrics(folder)
     evals = [json.loads(x) for x in (folder / "eval.jsonl").read_text().splitlines()]
-    assert len(steps) == 3 and [e["step"] for e in evals] == [2, 3]
+    assert len(steps) == 3 and [e["step"] for e in evals] == [0, 2, 3]
     assert sum(s["valid_tokens"] for s in steps) == sum(rows) - len(rows) == evals[0]["valid_tokens"]
     assert sum(s["tokens"] for s in steps) == sum(rows)
     mean = sum(s["loss"] * s["valid_tokens"] for s in steps) / evals[0]["valid_tokens"]
@@ -70,7 +69,10 @@ def test_a_resumed_run_leaves_the_same_lines(tmp_path: Path) -> None:
     lines = tmp_path / "b" / "run" / "metrics.jsonl"
     lines.write_text(lines.read_text() + '{"step": 4, "loss": 1')  # a killed run's last words
     checkpoint = "runner.resume_dir=" + str(tmp_path / "b" / "run" / "checkpoints" / "global_step_2")
-    assert [r["changes"] for r in run_ranks(2, train, 2, str(parts), (PP2, checkpoint))] == [[], []]
+    aside = "checkpoints after step 2 is kept in earlier-1/"
+    notices = [r["notices"] for r in run_ranks(2, train, 2, str(parts), (PP2, checkpoint))]
+    assert [len(n) for n in notices] == [1, 0] and notices[0][0].endswith(aside)
+    assert (tmp_path / "b" / "run" / "earlier-1" / "checkpoints" / "global_step_3").is_dir()
     got, want = metrics(tmp_path / "b" / "run"), metrics(tmp_path / "a" / "run")
     for key in ("step", "rows_seen", "lr", "tokens"):
         assert [g[key] for g in got] == [w[key] for w in want]
@@ -87,25 +89,37 @@ def test_a_resumed_run_says_what_changed(tmp_path: Path) -> None:
     lost, tokens = len(json.loads(lines[0])["input_ids"]), sum(len(json.loads(x)["input_ids"]) for x in lines)
     words = ("runner.resume_dir=auto", "runner.max_steps=3", "data.seed=7", "actor.global_batch_size=4")
     (result,) = run_ranks(1, train, 1, str(path), words)
-    told = {c.split("=")[0]: c.split("=")[1] for c in result["changes"]}
+    (notice,) = result["notices"]
+    start = "rows differ from those that the checkpoint was made with: "
+    end = "; step 3 takes its place in the new order"
+    assert notice.startswith(start) and notice.endswith(end)
+    changes = notice.removeprefix(start).removesuffix(end).split(", ")
+    told = {c.split("=")[0]: c.split("=")[1] for c in changes}
     assert told.pop("hash of the rows' lengths")
     assert told.pop("data.seed").startswith("7 ") and told.pop("actor.global_batch_size") == "4 (was 8)"
     assert told == {"rows": "20 (was 21)", "tokens": f"{tokens - lost} (was {tokens})"}
 
 
 @pytest.mark.parametrize("state", [{}, {"data": 17}, {"data": ["shard", 3]}])
-def test_a_checkpoint_with_a_state_of_ones_own_is_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: dict[str, Any]
-) -> None:
+def test_a_checkpoint_with_a_state_of_ones_own_is_resumed(tmp_path: Path, state: dict[str, Any]) -> None:
     """Saved by a loop that is not ours: its `data` is whatever that loop wrote."""
-    from hybrid5d.train.run_folder import RunFolder
-    from hybrid5d.train.trainer import resume
+    path = write_run(tmp_path / "a")
+    run_ranks(1, save_with, str(path), state)
+    (result,) = run_ranks(1, train, 1, str(path), ("runner.resume_dir=auto", "runner.max_steps=1"))
+    assert result["steps"] == 1 and result["notices"] == ()
 
-    monkeypatch.setattr("hybrid5d.train.trainer.resolve_resume", lambda *_: tmp_path)
-    plan = SimpleNamespace(config=SimpleNamespace(runner=SimpleNamespace(resume_dir="auto")))
-    engine: Any = SimpleNamespace(plan=plan, load_checkpoint=lambda source: state)
-    loader: Any = SimpleNamespace(identity=lambda: {"data.seed": 1})
-    assert resume(engine, RunFolder(tmp_path), loader) == (tmp_path, [])
+
+def save_with(rank: int, path: str, state: dict[str, Any]) -> None:
+    """A checkpoint of step 0 with a state of one's own."""
+    import hybrid5d
+    from hybrid5d.plan.run import build_plan
+    from hybrid5d.rlinf.load import load_config
+
+    engine = hybrid5d.initialize(build_plan(load_config(path), 1))
+    engine.save_checkpoint(Path(path).parent / "run" / "checkpoints", state)
+
+
+save_with.needs_group = True  # type: ignore[attr-defined]
 
 
 def test_the_end_leaves_a_checkpoint_and_a_model(tmp_path: Path) -> None:
@@ -115,7 +129,7 @@ def test_the_end_leaves_a_checkpoint_and_a_model(tmp_path: Path) -> None:
     assert (folder / "checkpoints" / "latest").read_text().strip() == "global_step_4"
     assert results[0]["hf"] == str(folder / "hf") and results[0]["steps"] == 4
     done = run_ranks(2, train, 2, str(path), (TP2, "runner.save_interval=3", "runner.resume_dir=auto"))
-    assert done[0]["loss"] is None, "nothing was left to do"
+    assert done[0]["loss"] == results[0]["loss"], "nothing was left to do: the result is that of the run"
     assert len(metrics(folder)) == 4
 
 

@@ -1,0 +1,86 @@
+"""Files and folders that appear whole or not at all: written beside their place, flushed to disk, then renamed.
+
+The one atomic writer of the package. A crash at any line leaves what was there before, or the new thing, and perhaps a
+`NAME.tmp` or `NAME.old` beside it; the next write of NAME removes both.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """Write a text file (UTF-8); readers see the old content or the new one. One writer of a file at a time.
+
+    Raises:
+        OSError: the folder is missing or cannot be written.
+    """
+    path = Path(path)
+    part = temporary_of(path)
+    try:
+        with open(part, "w", encoding="utf-8", newline="") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def temporary_of(target: Path) -> Path:
+    """Where the content of `target` is put together."""
+    return target.with_name(target.name + ".tmp")
+
+
+def fresh_folder(folder: Path) -> Path:
+    """An empty folder in place of whatever an interrupted write left there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries (names, renames) to disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def old_of(target: Path) -> Path:
+    """Where what was at `target` waits until the new folder is in place."""
+    return target.with_name(target.name + ".old")
+
+
+def publish(temporary: Path, target: Path) -> None:
+    """Rename a finished folder to `target`; what was there goes to `NAME.old` first and is left for the caller."""
+    sync_folder(temporary)
+    old = old_of(target)
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(target, old)
+    os.replace(temporary, target)
+    sync_folder(target.parent)
+
+
+@contextmanager
+def replacing(target: str | Path) -> Iterator[Path]:
+    """A new, empty folder that becomes `target` when the block ends, and is removed where the block raises.
+
+    One process at a time: the callers hold a lock, or are the only writer.
+    """
+    target = Path(target)
+    temporary = fresh_folder(temporary_of(target))
+    try:
+        yield temporary
+        publish(temporary, target)
+        shutil.rmtree(old_of(target), ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise

@@ -1,0 +1,156 @@
+"""A rank's work once its settings are checked: the run folder, the data, the engine, then training or evaluation."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybrid5d.console import say
+from hybrid5d.data.build import eval_loader_from_plan, loader_from_plan
+from hybrid5d.data.loader import Loader
+from hybrid5d.launch.env import LaunchEnv, environment, settle_environment, threads_per_rank
+from hybrid5d.launch.watch import Job
+from hybrid5d.plan.run import RunPlan
+from hybrid5d.train.lock import take
+from hybrid5d.train.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from hybrid5d.engine.engine import Engine
+
+
+def train(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | None) -> None:
+    """Train to the end. What can be refused of the run folder and of data files is, before a process group exists.
+
+    Args:
+        run_dir: where the launcher of `hybrid5d train`, which holds the folder, has made everything ready.
+    """
+    first, folder = job.env.rank == 0, RunFolder.of(plan)
+    if first:
+        take(folder.path, "rank 0", under_launcher=run_dir is not None)  # to the end of this process
+        notices = [*notices, *(folder.prepare(plan) if run_dir is None else ())]
+    job.where = "reading the data"
+    dp_rank = plan.layout.coordinate(job.env.rank).dp
+    loader = loader_from_plan(plan, dp_rank)
+    wanted = plan.config.runner.val_check_interval > 0 and plan.config.data.val_data_paths
+    eval_loader = eval_loader_from_plan(plan, dp_rank) if wanted else None
+    if first:
+        say("\n".join(_introduction(plan, job.env, loader, notices)), sys.stdout)
+    engine = _build(job, plan)
+
+    from hybrid5d.train.trainer import Trainer
+
+    _resume(job, engine, folder, loader)
+    if first:
+        say(f"attention kernel: {engine.attention_kernel}", sys.stdout)
+        folder.write_environment(environment(job.env, str(engine.device)))
+
+    def note(where: str) -> None:
+        job.where = where
+
+    result = Trainer(engine, loader, folder, eval_loader=eval_loader, note=note).run()
+    _leave(job)
+    if first:
+        folder.write_result(result)
+
+
+def evaluate(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | None) -> None:
+    """Loss over data.val_data_paths; result.json goes beside the run's own files, into `eval/`."""
+    first, folder = job.env.rank == 0, RunFolder.of(plan)
+    target = RunFolder(folder / "eval")
+    if first:
+        take(target.path, "rank 0", under_launcher=run_dir is not None)
+        if run_dir is None:
+            target.prepare_evaluation(plan)
+    job.where = "reading the data"
+    loader = eval_loader_from_plan(plan, plan.layout.coordinate(job.env.rank).dp)
+    if first:
+        say("\n".join(_introduction(plan, job.env, loader, notices)), sys.stdout)
+    engine = _build(job, plan)
+
+    from hybrid5d.train import trainer
+
+    source = _resume(job, engine, folder)
+    job.where = "evaluation"
+    result = trainer.evaluate(engine, loader)
+    if first:
+        say(f"eval of {source or plan.config.actor.model.model_path}: {result}", sys.stdout)
+    _leave(job)
+    if first:
+        target.write_result(result.record(engine.global_step))
+
+
+def _introduction(plan: RunPlan, env: LaunchEnv, loader: Loader | None, notices: Sequence[str]) -> list[str]:
+    from hybrid5d import __version__
+
+    layout, batch, runner = plan.layout, plan.batch, plan.config.runner
+    axes = (
+        f"tp {layout.tp}{' + sp' if plan.sequence_parallel else ''} x cp {layout.cp} x dp {layout.dp} x pp {layout.pp}"
+    )
+    rows = f"{batch.global_batch_size} rows a step" + (
+        "" if plan.config.row_length is None else f" of up to {plan.config.row_length} tokens"
+    )
+    parts = "micro-batches by token budget" if batch.dynamic else (
+        f"{batch.gradient_accumulation_steps} micro-batches of {batch.micro_batch_size} per dp rank"
+    )  # fmt: skip
+    lines = [
+        f"hybrid5d {__version__}: {runner.experiment_name} on {env.world_size} processes: {axes}",
+        f"{plan.precision.dtype}, ZeRO {plan.zero_stage}, {rows}, {parts}, layers per stage {list(plan.stages)}",
+    ]
+    if loader is not None:
+        lines.append(f"data: {loader.describe()}")
+        if loader.total_steps is None:
+            lines.append("notice: neither runner.max_steps nor runner.max_epochs ends the run: it goes on till stopped")
+    return [*lines, *(f"notice: {n}" for n in notices)]
+
+
+def _build(job: Job, plan: RunPlan) -> Engine:
+    """Import what is heavy, join the process group, build this rank's part of the model."""
+    job.where = "building the model"
+    settle_environment(job.env, os.environ)
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]) or threads_per_rank(job.env))
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    warnings.showwarning = _whole_line(job)
+    with redirect_stdout(StringIO()):  # DeepSpeed prints its topology and memory, each rank its own
+        from hybrid5d.engine.build import initialize
+
+        return initialize(plan)
+
+
+def _whole_line(job: Job) -> Any:
+    """Warnings from libraries: one line each, from the first rank that has it."""
+
+    def show(message: Warning | str, category: type[Warning], *_: Any) -> None:
+        if not issubclass(category, FutureWarning | DeprecationWarning):
+            job.warn(" ".join(str(message).split()))
+
+    return show
+
+
+def _resume(job: Job, engine: Engine, folder: RunFolder, loader: Loader | None = None) -> Path | None:
+    from hybrid5d.train.trainer import resume
+
+    job.where = "loading the checkpoint"
+    resumed = resume(engine, folder, loader)
+    if resumed.source is not None and job.env.rank == 0:
+        lines = [f"resumed from {resumed.source} at step {engine.global_step}"]
+        say("\n".join([*lines, *(f"notice: {n}" for n in resumed.notices)]), sys.stdout)
+    return resumed.source
+
+
+def _leave(job: Job) -> None:
+    """All ranks are here; those after the first are done."""
+    import torch.distributed as dist
+
+    job.where = "the end"
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+    job.finish()
