@@ -82,7 +82,7 @@ class RunFolder:
     def keep_later(self, step: int) -> list[str]:
         """Checkpoints after `step`, from which this run goes on, are of a branch that it leaves: they go aside."""
         later = [folder for at, folder in checkpoints(self / CHECKPOINTS) if at > step]
-        return self._keep_aside(later, f"checkpoints after step {step}")
+        return self._keep_aside(later, f"checkpoints after step {step} are")
 
     def _holds(self, path: Path) -> bool:
         return path.resolve().is_relative_to(self.path.resolve())
@@ -93,7 +93,7 @@ class RunFolder:
             return []
         return [p for p in sorted(self.path.iterdir()) if p.name != LOCK and not p.name.startswith(ASIDE)]
 
-    def _keep_aside(self, paths: list[Path], what: str = "what an earlier run left there") -> list[str]:
+    def _keep_aside(self, paths: list[Path], what: str = "what an earlier run left there is") -> list[str]:
         if not paths:
             return []
         number = 1
@@ -103,7 +103,7 @@ class RunFolder:
             place = target / path.relative_to(self.path)
             place.parent.mkdir(parents=True, exist_ok=True)
             os.replace(path, place)
-        return [f"{self.path}: {what} is kept in {target.name}/"]
+        return [f"{self.path}: {what} kept in {target.name}/"]
 
     def _forget_result(self) -> None:
         """From here on result.json means that this start reached the end; `earlier_result` still knows the old one."""

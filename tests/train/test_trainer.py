@@ -69,7 +69,7 @@ def test_a_resumed_run_leaves_the_same_lines(tmp_path: Path) -> None:
     lines = tmp_path / "b" / "run" / "metrics.jsonl"
     lines.write_text(lines.read_text() + '{"step": 4, "loss": 1')  # a killed run's last words
     checkpoint = "runner.resume_dir=" + str(tmp_path / "b" / "run" / "checkpoints" / "global_step_2")
-    aside = "checkpoints after step 2 is kept in earlier-1/"
+    aside = "checkpoints after step 2 are kept in earlier-1/"
     notices = [r["notices"] for r in run_ranks(2, train, 2, str(parts), (PP2, checkpoint))]
     assert [len(n) for n in notices] == [1, 0] and notices[0][0].endswith(aside)
     assert (tmp_path / "b" / "run" / "earlier-1" / "checkpoints" / "global_step_3").is_dir()
