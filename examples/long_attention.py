@@ -3,6 +3,7 @@
 torchrun --nproc_per_node 4 examples/long_attention.py [tokens]
 """
 
+import os
 import sys
 import time
 
@@ -34,7 +35,8 @@ def main() -> None:
 
     sent = sum(attention.traffic.bytes.values()) / 2**20
     held = f"{out.shape[1]} of {tokens} tokens, from {positions[0, 0]} to {positions[0, -1]}"
-    print(f"rank {axis.rank}: {held}; {sent:.0f} MiB sent; {seconds:.1f} s", flush=True)
+    # One write: print sends its newline apart, and lines of several ranks would run into each other.
+    os.write(1, f"rank {axis.rank}: {held}; {sent:.0f} MiB sent; {seconds:.1f} s\n".encode())
     dist.destroy_process_group()
 
 

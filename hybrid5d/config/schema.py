@@ -83,7 +83,9 @@ class RunnerConfig(Block):
     save_interval: Int = key(
         -1, "save a checkpoint every so many steps and at the end; <= 0: never", "steps", to="save_interval"
     )
-    val_check_interval: Int = key(-1, "evaluate every so many steps; <= 0: never", "steps", to="val_check_interval")
+    val_check_interval: Int = key(
+        -1, "evaluate every so many steps, and before and after training; <= 0: never", "steps", to="val_check_interval"
+    )
     resume_dir: File | None = key(
         None, "checkpoint to go on from, or 'auto' for the newest of this run", "path", to="resume_dir"
     )

@@ -11,6 +11,7 @@ from hybrid5d.launch.env import launcher_conflicts, launcher_notices
 from hybrid5d.load import load_yaml
 from hybrid5d.plan.draft import Purpose
 from hybrid5d.plan.run import RunPlan, examine
+from hybrid5d.plan.tensors import freeze_errors, shapes
 
 _DEGREES = tuple(f"actor.model.{n}_parallel_size" for n in ("tensor_model", "pipeline_model", "context"))
 
@@ -43,10 +44,17 @@ def plan_run(argv: Argv, world_size: int | None, purpose: Purpose = "train") -> 
     def find() -> list[ConfigError]:
         nonlocal plan
         plan, faults = examine(config, world_size, purpose, invalid=invalid)
-        return faults if plan is None else [*faults, *launcher_conflicts(os.environ, plan)]
+        return faults if plan is None else [*faults, *launcher_conflicts(os.environ, plan), *_frozen(plan)]
 
     faults = best_effort(find) if invalid else find()
     errors = [*loaded.errors, *(e for e in faults if e not in loaded.errors)]
     if errors or plan is None:
         raise ConfigErrors(errors)
     return plan, (*plan.notices, *launcher_notices(os.environ, plan))
+
+
+def _frozen(plan: RunPlan) -> list[ConfigError]:
+    """Globs that match nothing, or everything. Not among the plan's rules: layers of one's own have other names."""
+    if plan.model is None:
+        return []
+    return freeze_errors(plan.config.actor.freeze_parameters, shapes(plan.model))

@@ -6,11 +6,14 @@ tensor's shape.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import prod
 from typing import Literal
 
+from hybrid5d.errors import ConfigError
 from hybrid5d.hf.folder import EMBEDDING, HEAD
 from hybrid5d.hf.spec import ModelSpec
 
@@ -159,3 +162,18 @@ def legal_degrees(heads: int | None, kv_heads: int | None, inner: int | None) ->
     """Every tensor-parallel size that can cut a model of these sizes, ascending; at least one size must be known."""
     largest = min(heads or kv_heads or inner or 1, MAX_TP)
     return [tp for tp in range(1, largest + 1) if not tp_faults(tp, heads, kv_heads, inner)]
+
+
+def freeze_errors(patterns: Sequence[str], names: Collection[str]) -> list[ConfigError]:
+    """Why globs cannot say what is frozen: one matches no parameter, or nothing is left to train."""
+    key, value = "actor.freeze_parameters", list(patterns)
+    errors = []
+    for pattern in patterns:
+        if not any(fnmatchcase(n, pattern) for n in names):
+            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
+            fix = f"globs are of names like {near[0]}" if near else "leave it out"
+            errors.append(ConfigError(key, value, f"{pattern!r} matches none of the model's {len(names)} tensors", fix))
+    if patterns and not errors and all(any(fnmatchcase(n, p) for p in patterns) for n in names):
+        rule = f"all {len(names)} tensors are frozen: nothing is left to train"
+        errors.append(ConfigError(key, value, rule, "freeze fewer, or evaluate with `hybrid5d eval`"))
+    return errors

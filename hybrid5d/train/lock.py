@@ -147,4 +147,3 @@ def _beats(handle: int, holder: dict[str, Any], folder: Path) -> bool:
         if _read(handle) != holder:
             return True
     return False
-

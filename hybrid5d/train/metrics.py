@@ -133,9 +133,9 @@ class Console:
 
 
 def step_line(result: StepResult, total: int | None, eta: float | None) -> str:
-    """step/total, loss, grad norm, lr, tokens/s, memory, time left."""
+    """step/total and per cent, loss, grad norm, lr, tokens/s, memory, time left."""
     width = len(str(total or 0))
-    head = f"step {result.step:>{width}}/{total}" if total else f"step {result.step}"
+    head = f"step {result.step:>{width}}/{total} {result.step / total:>4.0%}" if total else f"step {result.step}"
     speed = result.tokens / result.step_time_s if result.step_time_s > 0 else 0.0
     parts = [
         head,

@@ -9,7 +9,16 @@ import pytest
 
 from hybrid5d.hf.spec import ModelSpec, parse_hf_config
 from hybrid5d.plan.stages import split_layers
-from hybrid5d.plan.tensors import elements_on, kv_cut, legal_degrees, on_stage, shapes, tensors, tp_faults
+from hybrid5d.plan.tensors import (
+    elements_on,
+    freeze_errors,
+    kv_cut,
+    legal_degrees,
+    on_stage,
+    shapes,
+    tensors,
+    tp_faults,
+)
 from tests.kit import MODELS
 
 
@@ -88,3 +97,20 @@ def test_legal_degrees_by_hand() -> None:
     assert legal_degrees(9, 3, 1536) == [1, 3]  # SmolLM2-135M
     assert legal_degrees(None, None, 10) == [1, 2, 5, 10]
     assert len(tp_faults(5, 12, 6, 13)) == 2 and not tp_faults(8, None, 4, None)
+
+
+@pytest.mark.parametrize(
+    "patterns, wrong",
+    [
+        ([], []),
+        (["model.layers.0.*", "lm_head.*"], []),
+        (["model.layer.0.*"], ["'model.layer.0.*' matches none of the model's 3 tensors"]),
+        (["model.layers.0.*", "x*", "y*"], ["'x*' matches none", "'y*' matches none"]),
+        (["*"], ["all 3 tensors are frozen"]),
+        (["model.*", "lm_head.weight"], ["all 3 tensors are frozen"]),
+    ],
+)
+def test_freezing_nothing_or_everything_is_refused(patterns: list[str], wrong: list[str]) -> None:
+    names = ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"]
+    errors = freeze_errors(patterns, names)
+    assert len(errors) == len(wrong) and all(w in e.rule for w, e in zip(wrong, errors))

@@ -44,7 +44,7 @@ def test_lines_are_whole_and_json_has_no_nan(tmp_path: Path) -> None:
 
 def test_the_console_line() -> None:
     line = step_line(result(), 200, 75.2)
-    assert line == "step   3/200  loss 2.5000  grad norm 0.750  lr 1.00e-03  200 tok/s  mem 1.00 GiB  eta 1:15"
+    assert line == "step   3/200   2%  loss 2.5000  grad norm 0.750  lr 1.00e-03  200 tok/s  mem 1.00 GiB  eta 1:15"
     assert step_line(result(), None, None).startswith("step 3  loss")
     assert "skipped" in step_line(result(skipped=True), 9, None)
     assert [duration(s) for s in (0.4, 59.6, 3599, 7385)] == ["0:00", "1:00", "59:59", "2:03:05"]

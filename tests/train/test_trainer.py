@@ -112,8 +112,8 @@ def test_a_checkpoint_with_a_state_of_ones_own_is_resumed(tmp_path: Path, state:
 def save_with(rank: int, path: str, state: dict[str, Any]) -> None:
     """A checkpoint of step 0 with a state of one's own."""
     import hybrid5d
+    from hybrid5d.load import load_config
     from hybrid5d.plan.run import build_plan
-    from hybrid5d.rlinf.load import load_config
 
     engine = hybrid5d.initialize(build_plan(load_config(path), 1))
     engine.save_checkpoint(Path(path).parent / "run" / "checkpoints", state)

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from hybrid5d.errors import ConfigError, ConfigErrors
+from hybrid5d.parallel.agree import gather_objects, world_axis
 from hybrid5d.parallel.shard import pieces_of, shard_of
+from hybrid5d.plan.tensors import freeze_errors
 
 
 def decays(param: nn.Parameter) -> bool:
@@ -65,12 +67,16 @@ def matching(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
-    """Switch gradients off for every parameter whose HF name a pattern matches.
+    """Switch gradients off for every parameter whose HF name a pattern matches. Collective over the world.
 
     Raises:
-        ConfigErrors: a pattern matches part of a fused parameter only (q but not k and v, gate but not up).
+        ConfigErrors: a pattern matches no parameter of any rank, or all are frozen; a pattern matches part of a fused
+            parameter only (q but not k and v, gate but not up).
     """
-    errors = []
+    if not patterns:
+        return
+    local = {p.name for param in module.parameters() for p in pieces_of(param)}
+    errors = freeze_errors(patterns, sorted(set().union(*gather_objects(local, world_axis()))))
     for param in module.parameters():
         names = [p.name for p in pieces_of(param)]
         hit = matching(names, patterns)
