@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launch_kit import BIN, REPO, TP2, free_port, write_run
+from tests.launch_kit import BIN, REPO, TP2, free_port, write_run
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.full]  # builds a wheel and starts each launcher: minutes
 

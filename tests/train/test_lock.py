@@ -20,7 +20,7 @@ from hybrid5d.plan.run import RunPlan, build_plan
 from hybrid5d.train import lock as locks
 from hybrid5d.train.lock import LOCK, take
 from hybrid5d.train.run_folder import METRICS, RESULT, RunFolder
-from tests.launch.launch_kit import REPO, write_run
+from tests.launch_kit import REPO, write_run
 
 HOLD = """
 import sys, time
