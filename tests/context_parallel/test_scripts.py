@@ -10,7 +10,7 @@ ENV = dict(os.environ, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
 
 
 def run(*command: str) -> str:
-    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
