@@ -74,11 +74,12 @@ def write_text(path: Path, samples: int) -> None:
 
 
 def ours(data_type: str, path: Path, tokenizer: Path, cache: Path, workers: int) -> int:
-    from hybrid5d.data.dataset import DataOptions, open_dataset
+    from hybrid5d.config.schema import DataConfig
+    from hybrid5d.data.dataset import open_dataset
+    from hybrid5d.data.options import DataOptions
 
-    options = DataOptions(
-        data_type, (str(path),), 1 << 20, 1 << 16, tokenizer=str(tokenizer), cache_dir=str(cache), num_workers=workers
-    )
+    config = DataConfig(type=data_type, cache_dir=str(cache), num_workers=workers)
+    options = DataOptions(config, (str(path),), 1 << 20, 1 << 16, tokenizer=str(tokenizer))
     return open_dataset(options).report.tokens
 
 

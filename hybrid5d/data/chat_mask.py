@@ -7,15 +7,17 @@ rendering the same conversation with a mark in place of what an assistant says a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
 import numpy as np
 
+from hybrid5d.data.conversations import Conversation, Message
+
 Span = tuple[int, int]
-Message = dict[str, Any]
 _MOST_SHAPES = 1024
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -50,9 +52,9 @@ class Renderer(Protocol):
     @property
     def special_tokens(self) -> tuple[str, ...]: ...
 
-    def render(self, conversations: list[list[Message]], *, generation_prompt: bool = False) -> list[str]: ...
+    def render(self, messages: list[Message], **options: Any) -> str: ...
 
-    def render_generation_spans(self, conversation: list[Message]) -> tuple[str, list[Span]]: ...
+    def render_generation_spans(self, messages: list[Message], **options: Any) -> tuple[str, list[Span]]: ...
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,8 @@ def probe_template(renderer: Renderer) -> TemplateProfile:
     mark = _Marks()(0)
     question = [{"role": "user", "content": "Zq7question"}]
     try:
-        text, bare = renderer.render([[*question, {"role": "assistant", "content": mark}], question])
-        (prompted,) = renderer.render([question], generation_prompt=True)
+        text, bare = renderer.render([*question, {"role": "assistant", "content": mark}]), renderer.render(question)
+        prompted = renderer.render(question, add_generation_prompt=True)
     except Exception as e:  # templates raise whatever they like
         raise TemplateError(f"the chat template fails on one question and answer: {str(e) or type(e).__name__}") from e
     head, found, closing = text.partition(mark)
@@ -126,23 +128,28 @@ class TurnFinder:
         self._renderer, self._profile = renderer, probe_template(renderer)
         self._shapes: dict[tuple[str, ...], _Frame | None] = {}
 
-    def find(self, conversations: list[list[Message]]) -> list[tuple[str, list[Span]]]:
-        """(text, character spans of the assistant's turns with their end-of-turn marks) of each conversation.
+    def find(self, conversation: Conversation, turns: list[int]) -> tuple[str, list[Span]]:
+        """Text of the conversation, and the spans of characters of `turns` with their end-of-turn marks.
 
         Raises TemplateError, and whatever the template raises.
         """
-        if self._profile.tagged:
-            return [self._renderer.render_generation_spans(messages) for messages in conversations]
-        return [(text, self._spans(c, text)) for c, text in zip(conversations, self._renderer.render(conversations))]
+        messages, options = conversation.messages, conversation.options
+        if self._profile.tagged and turns:
+            text, spans = self._renderer.render_generation_spans(messages, **options)
+            return text, _chosen(spans, messages, turns)
+        text = self._renderer.render(messages, **options)
+        return text, self._spans(conversation, turns, text)
 
-    def _spans(self, messages: list[Message], text: str) -> list[Span]:
-        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        if self._profile.plain and not any(messages[i].get("tool_calls") for i in turns):
+    def _spans(self, conversation: Conversation, turns: list[int], text: str) -> list[Span]:
+        messages, options = conversation.messages, conversation.options
+        answers = all(messages[i]["role"] == "assistant" and not messages[i].get("tool_calls") for i in turns)
+        if self._profile.plain and answers and not options:
             for frame in self._frames(messages, turns, text):
-                spans = None if frame is None else frame.spans(text, messages, self._profile)
+                spans = None if frame is None else frame.spans(text, messages, turns, self._profile)
                 if spans is not None:
                     return spans
-        return [_span_of_turn(self._renderer, self._profile, messages, turn, text) for turn in turns]
+        render = partial(self._renderer.render, **options)
+        return [_span_of_turn(render, self._profile, messages, turn, text) for turn in turns]
 
     def _frames(self, messages: list[Message], turns: list[int], text: str) -> Iterator[_Frame | None]:
         yield self._frame_of_shape(messages, turns)
@@ -165,7 +172,7 @@ class TurnFinder:
     def _frame(self, messages: list[Message], marked: list[int], turns: list[int], marks: _Marks) -> _Frame | None:
         """The text around the contents of the `marked` messages; None where an answer is not there exactly once."""
         contents = {i: {**messages[i], "content": marks(i)} for i in marked}
-        (text,) = self._renderer.render([[contents.get(i, m) for i, m in enumerate(messages)]])
+        text = self._renderer.render([contents.get(i, m) for i, m in enumerate(messages)])
         literals, places, rest = [], [], 0
         for found in marks.find(text):
             literals.append(text[rest : found.start()])
@@ -184,7 +191,9 @@ class _Frame:
     places: tuple[int, ...]
     tail: str
 
-    def spans(self, text: str, messages: list[Message], profile: TemplateProfile) -> list[Span] | None:
+    def spans(
+        self, text: str, messages: list[Message], turns: list[int], profile: TemplateProfile
+    ) -> list[Span] | None:
         """The answers' spans, if `text` is the frame with each hole filled by its content, trimmed or not.
 
         All of the text must be accounted for, up to the last character: nothing is guessed.
@@ -201,7 +210,7 @@ class _Frame:
             else:
                 return None
             end = start + len(filled)
-            if messages[place]["role"] == "assistant":
+            if place in turns:
                 lead = len(profile.lead) if before.endswith(profile.lead) else 0
                 spans.append((start - lead, end + _closing_length(after, profile)))
             start = end + len(after)
@@ -213,7 +222,21 @@ def _closing_length(after: str, profile: TemplateProfile) -> int:
     return next((len(c) for c in profile.closings if after.startswith(c)), 0)
 
 
-def _span_of_turn(renderer: Renderer, profile: TemplateProfile, messages: list[Message], turn: int, text: str) -> Span:
+def _chosen(spans: list[Span], messages: list[Message], turns: list[int]) -> list[Span]:
+    """Of what `{% generation %}` tags mark, the spans of `turns`."""
+    answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    if turns == answers:
+        return spans
+    if len(spans) != len(answers) or not set(turns) <= set(answers):
+        raise TemplateError(
+            "turns with a loss_mask of their own need one {% generation %} a turn of the assistant, and no other turn"
+        )
+    return [span for span, turn in zip(spans, answers) if turn in turns]
+
+
+def _span_of_turn(
+    render: Callable[..., str], profile: TemplateProfile, messages: list[Message], turn: int, text: str
+) -> Span:
     """The span of one turn, for templates that look into the answer (reasoning, tools) or add to it.
 
     Rendered with a mark as this answer alone, the text around the mark is the text around the answer, unless the
@@ -221,25 +244,26 @@ def _span_of_turn(renderer: Renderer, profile: TemplateProfile, messages: list[M
     """
     mark = _Marks.absent_from(text)(turn)
     marked = [{**m, "content": mark} if i == turn else m for i, m in enumerate(messages)]
-    (skeleton,) = renderer.render([marked])
+    skeleton = render(marked)
     before, found, after = skeleton.partition(mark)
     start = stop = -1
     if found and text.startswith(before):
         start = len(before) - (len(profile.lead) if before.endswith(profile.lead) else 0)
     if found and text.endswith(after) and len(text) - len(after) >= max(start, 0):
         stop = len(text) - len(after) + _closing_length(after, profile)
-    if profile.prompts and turn > 0:
-        (prompt,) = renderer.render([messages[:turn]], generation_prompt=True)
+    if profile.prompts and turn > 0 and messages[turn]["role"] == "assistant":
+        prompt = render(messages[:turn], add_generation_prompt=True)
         if text.startswith(prompt) and (start < 0 or len(prompt) <= start):
             start = len(prompt)  # what stands between the prompt and the answer is the model's to write, too
     calls = bool(messages[turn].get("tool_calls"))
     if stop < 0 or calls:
-        (until,) = renderer.render([messages[: turn + 1]])
+        until = render(messages[: turn + 1])
         if text.startswith(until.rstrip()):
             stop = max(stop, len(until.rstrip()))
     if start < 0 or stop < start:
         raise TemplateError(
-            f"the assistant's message {turn} cannot be found in what the chat template makes of the conversation."
+            f"the {messages[turn]['role']}'s message {turn} cannot be found in what the chat template makes of the"
+            " conversation."
             " Fix: mark the assistant's turns in the template with {% generation %}, or data.train_on: all"
         )
     return start, stop

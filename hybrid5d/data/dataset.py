@@ -3,58 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from hybrid5d.data.cache import cache_key, content_hash, default_cache_dir, open_or_build
-from hybrid5d.data.chat import ChatKeys, TrainOn
 from hybrid5d.data.faults import Faults
+from hybrid5d.data.options import DataOptions
 from hybrid5d.data.sources import SourceFile, resolve_sources
 from hybrid5d.data.store import TokenStore
 from hybrid5d.data.tokenise import build_store, read_template
-from hybrid5d.data.tokenizer import BYTES, tokenizer_fingerprint
+from hybrid5d.data.tokenizer import tokenizer_fingerprint
 from hybrid5d.data.types import Document, shift_labels
 from hybrid5d.errors import DataError
 
-Overlong = Literal["truncate", "drop", "error"]
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    """What to read and how samples are made of it.
-
-    Attributes:
-        type: text (files are documents), tokens (rows of ids) or chat (conversations).
-        paths: files, folders, globs, `stdlib`; see `sources.resolve_sources`.
-        seq_length: most tokens of a row; None: the longest sample's (not for text, whose documents it cuts).
-        vocab_size: of the model; every id must be below it.
-        tokenizer: an HF folder, or `byte`. Unused for tokens.
-        overlong: what happens to a tokens or chat sample above seq_length. Documents of text are cut into rows instead.
-        num_workers: processes that tokenise; 0: two threads of the caller, and the tokenizer's own.
-        allow_empty: no row at all is no fault (evaluation).
-    """
-
-    type: str
-    paths: tuple[str, ...]
-    seq_length: int | None
-    vocab_size: int
-    tokenizer: str = BYTES
-    overlong: Overlong = "truncate"
-    train_on: TrainOn = "assistant"
-    chat_keys: ChatKeys = field(default_factory=ChatKeys)
-    text_key: str = "text"
-    chat_template: str | None = None
-    cache_dir: str | None = None
-    num_workers: int = 0
-    allow_empty: bool = False
+# What of the `data` block decides how a conversation becomes tokens; `chat_template` counts by its text.
+CHAT_KEYS = ("messages_key", "prompt_key", "response_key", "instruction_key", "input_key", "output_key", "train_on")
 
 
 @dataclass(frozen=True)
 class DatasetReport:
-    """Counts a user should see once, at the start."""
+    """Counts a user should see once, at the start; `notices` are lines on what of the records is not read."""
 
     files: int
     samples: int
@@ -64,6 +36,7 @@ class DatasetReport:
     dropped: int
     without_target: int
     tokenised_now: bool
+    notices: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         parts = [f"{self.rows} rows, {self.tokens} tokens of {self.samples} samples in {self.files} files"]
@@ -90,10 +63,19 @@ class Dataset:
     def __len__(self) -> int:
         return int(self.lengths.shape[0])
 
-    def document(self, row: int) -> Document:
-        """Row `row` with its labels shifted; what lies beyond the row's end is no target of it."""
+    def documents(self, row: int) -> tuple[Document, ...]:
+        """The documents of row `row`, labels shifted; what lies beyond a document's end is no target of it."""
         start = int(self.starts[row])
         stop = start + int(self.lengths[row])
+        inner = self.store.documents[slice(*np.searchsorted(self.store.documents, (start + 1, stop)))]
+        edges = [start, *inner.tolist(), stop]
+        return tuple(self._document(row, *edge) for edge in pairwise(edges))
+
+    def document(self, row: int) -> Document:
+        """The first document of a row: the only one, unless a record says otherwise."""
+        return self.documents(row)[0]
+
+    def _document(self, row: int, start: int, stop: int) -> Document:
         ids = self.store.tokens[start:stop].astype(np.int64)
         return Document(input_ids=ids, labels=shift_labels(self.store.labels(start, stop)), row_id=int(row))
 
@@ -103,10 +85,11 @@ def open_dataset(options: DataOptions) -> Dataset:
 
     May be called by all ranks at once: one of each machine builds, the others wait for it (`cache.open_or_build`).
     """
-    if options.type == "text" and (options.seq_length is None or options.seq_length < 2):
+    config = options.config
+    if config.type == "text" and (options.seq_length is None or options.seq_length < 2):
         raise DataError(f"runner.seq_length={options.seq_length}: data.type=text cuts documents into rows of 2 or more")
     faults = Faults()
-    sources = resolve_sources(options.paths, options.type, faults)
+    sources = resolve_sources(options.paths, config.type, faults)
     contents = [_hash(s, faults) for s in sources]
     faults.raise_if_any()
     if not sources and not options.allow_empty:
@@ -114,7 +97,7 @@ def open_dataset(options: DataOptions) -> Dataset:
     key = cache_key(contents, _recipe(options, sources))
     build: Callable[[Path], None] = lambda folder: build_store(folder, sources, options)  # noqa: E731
     store, built = open_or_build(
-        Path(options.cache_dir).expanduser() if options.cache_dir else default_cache_dir(), key, build
+        Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir(), key, build
     )
     return _rows(store, sources, options, built)
 
@@ -129,19 +112,19 @@ def _hash(source: SourceFile, faults: Faults) -> str:
 
 def _recipe(options: DataOptions, sources: list[SourceFile]) -> dict[str, Any]:
     """All that decides the tokens, besides the files' contents."""
+    config = options.config
     recipe: dict[str, Any] = {
-        "type": options.type,
+        "type": config.type,
         "vocab_size": options.vocab_size,
         "kinds": [(s.kind, s.lenient) for s in sources],
     }
-    if options.type != "tokens":
+    if config.type != "tokens":
         recipe["tokenizer"] = tokenizer_fingerprint(options.tokenizer)
-    if options.type == "text":
-        recipe["text_key"] = options.text_key
-    if options.type == "chat":
-        recipe["keys"] = asdict(options.chat_keys)
-        recipe["train_on"] = options.train_on
-        recipe["template"] = read_template(options.chat_template)
+    if config.type == "text":
+        recipe["text_key"] = config.text_key
+    if config.type == "chat":
+        recipe["keys"] = {name: getattr(config, name) for name in CHAT_KEYS}
+        recipe["template"] = read_template(config.chat_template)
     return recipe
 
 
@@ -150,7 +133,7 @@ def _rows(store: TokenStore, sources: list[SourceFile], options: DataOptions, bu
     sizes = np.diff(offsets)
     seq_length = options.seq_length or max(int(sizes.max(initial=0)), 1)
     truncated = dropped = 0
-    if options.type == "text":
+    if options.config.type == "text":
         starts, lengths = _chunks(offsets[:-1], sizes, seq_length)
         without_target = 0
     else:
@@ -175,6 +158,7 @@ def _rows(store: TokenStore, sources: list[SourceFile], options: DataOptions, bu
         dropped=dropped,
         without_target=without_target,
         tokenised_now=built,
+        notices=tuple(f"{sources[index].path}: {text}" for index, text in store.meta["notices"]),
     )
     return Dataset(store, starts, lengths, seq_length, report)
 
@@ -200,13 +184,13 @@ def _fit(
     assert options.seq_length is not None
     too_long = sizes > options.seq_length
     count = int(too_long.sum())
-    if count and options.overlong == "error":
+    if count and options.config.overlong == "error":
         faults = Faults()
         for sample in np.flatnonzero(too_long):
             file, line, _ = store.samples[sample]
             text = f"{sizes[sample]} tokens, more than seq_length={options.seq_length} (data.overlong: error)"
             faults.add(sources[file].path, int(line), text)
         faults.raise_if_any()
-    if options.overlong == "drop":
+    if options.config.overlong == "drop":
         return ~too_long, 0, count
     return np.ones(sizes.shape, bool), count, 0

@@ -9,52 +9,20 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import numpy as np
 
 from hybrid5d.data.balance import budget_micro_batches, karmarkar_karp
 from hybrid5d.data.dataset import Dataset
+from hybrid5d.data.options import LoaderOptions
 from hybrid5d.data.order import epoch_order
 from hybrid5d.data.packing import PackPlan, pack_first_fit_decreasing
-from hybrid5d.data.types import IGNORE_INDEX, Document, MicroBatch, Row, StepBatch
+from hybrid5d.data.types import IGNORE_INDEX, Document, Row, StepBatch
 from hybrid5d.errors import DataError
 
 Samples = tuple[int, ...]  # samples that share a row; one without packing, none in a row that only fills up
 DUMMY_ROW_ID = -1
-
-
-@dataclass(frozen=True)
-class LoaderOptions:
-    """How rows become steps.
-
-    Attributes:
-        global_batch_size: rows per step over all dp ranks; samples per step with a token budget.
-        micro_batch_size: rows per micro-batch; unused with a token budget.
-        last_batch: rows left over at the end of an epoch. `pad` fills the batch up with rows of one masked token, so
-            every row comes once per epoch; `drop_last` leaves them out of that epoch.
-        packing: `documents` puts several samples into a row of at most seq_length tokens.
-        token_budget: most tokens of a micro-batch (already times cp), None for micro-batches of micro_batch_size rows.
-            Micro-batches are then one packed row each, balanced over dp ranks.
-        balance_dp: without a budget, deal rows to dp ranks by tokens (equally many each) instead of by place.
-        start_step: first step to yield. max_steps, max_epochs: None for no bound; the smaller bound counts.
-    """
-
-    global_batch_size: int
-    micro_batch_size: int
-    dp: int = 1
-    dp_rank: int = 0
-    seed: int = 0
-    shuffle: bool = True
-    last_batch: Literal["pad", "drop_last"] = "pad"
-    packing: Literal["none", "documents"] = "none"
-    token_budget: int | None = None
-    balance_dp: bool = False
-    start_step: int = 0
-    max_steps: int | None = None
-    max_epochs: int | None = None
 
 
 class Loader:
@@ -70,14 +38,14 @@ class Loader:
         unit = options.micro_batch_size * options.dp
         assert options.token_budget is not None or options.global_batch_size % unit == 0, "plan.batch refuses this"
         self.dataset, self.options = dataset, options
-        packed = options.packing == "documents" and options.token_budget is None
+        packed = options.config.packing == "documents" and options.token_budget is None
         self.pack_plan: PackPlan | None = None
         if packed:
             self.pack_plan = pack_first_fit_decreasing(dataset.lengths, dataset.seq_length)
         self.num_rows = self.pack_plan.num_rows if self.pack_plan is not None else len(dataset)
         _check_budget(dataset, options)
         whole, left = divmod(self.num_rows, options.global_batch_size)
-        self.steps_per_epoch = whole + (1 if left and options.last_batch == "pad" else 0)
+        self.steps_per_epoch = whole + (1 if left and options.config.last_batch == "pad" else 0)
         if self.num_rows and not self.steps_per_epoch:
             raise DataError(
                 f"data.last_batch=drop_last: {self.num_rows} rows are fewer than"
@@ -87,11 +55,11 @@ class Loader:
         self._epoch_rows = lru_cache(maxsize=2)(self._compute_epoch_rows)
 
     def describe(self) -> str:
-        """One line for the start of a run: what was read, how full packed rows are, how long an epoch is."""
+        """For the start of a run: what was read, how full packed rows are, how long an epoch is; then the notices."""
         parts = [str(self.dataset.report), f"{self.steps_per_epoch} steps an epoch"]
         if self.pack_plan is not None:
             parts.append(f"packed into {self.num_rows} rows, fill rate {self.pack_plan.fill_rate:.3f}")
-        return "; ".join(parts)
+        return "\n".join(["; ".join(parts), *(f"notice: {text}" for text in self.dataset.report.notices)])
 
     def identity(self) -> dict[str, int | str | bool]:
         """What decides which rows step k has; JSON-ready, by the names that a user knows."""
@@ -102,10 +70,10 @@ class Loader:
             "tokens": report.tokens,
             "hash of the rows' lengths": zlib.crc32(lengths.tobytes()),
             "actor.global_batch_size": options.global_batch_size,
-            "data.seed": options.seed,
-            "data.shuffle": options.shuffle,
-            "data.last_batch": options.last_batch,
-            "data.packing": options.packing,
+            "data.seed": options.config.seed,
+            "data.shuffle": options.config.shuffle,
+            "data.last_batch": options.config.last_batch,
+            "data.packing": options.config.packing,
         }
 
     def _total_steps(self) -> int | None:
@@ -142,7 +110,7 @@ class Loader:
 
     def _compute_epoch_rows(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """(order of rows, samples, bounds of the rows in `samples` or None without packing)."""
-        seed, shuffle = self.options.seed, self.options.shuffle
+        seed, shuffle = self.options.config.seed, self.options.config.shuffle
         order = epoch_order(len(self.dataset), seed=seed, epoch=epoch, shuffle=shuffle)
         if self.pack_plan is None:
             return order, order, None
@@ -175,7 +143,7 @@ class Loader:
         return [filled[j : j + size] for j in chunks]
 
     def _row(self, samples: Samples) -> Row:
-        return tuple(self.dataset.document(s) for s in samples) if samples else (dummy_document(),)
+        return tuple(d for s in samples for d in self.dataset.documents(s)) if samples else (dummy_document(),)
 
 
 class EvalLoader(Loader):
@@ -200,8 +168,3 @@ def _check_budget(dataset: Dataset, options: LoaderOptions) -> None:
             f"runner.max_tokens_per_mbs times context_parallel_size is {options.token_budget}, the longest row has"
             f" {longest} tokens and fits into none. Fix: a budget >= {longest}, or a shorter runner.seq_length"
         )
-
-
-def micro_batch_tokens(micro_batch: MicroBatch) -> int:
-    """Tokens of a micro-batch without padding."""
-    return sum(len(document) for row in micro_batch for document in row)

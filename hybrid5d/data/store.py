@@ -1,14 +1,17 @@
 """Tokenised samples on disk: one flat memory-mapped array of tokens, offsets per sample, targets beside it.
 
-Files of a store folder: `tokens.bin`, `offsets.npy` [n+1], `samples.npy` [n, 3], `meta.json`, and `mask.bin` (uint8:
-token is a target) or `labels.bin` (int32, aligned with the tokens) where not every token is one.
+Files of a store folder: `tokens.bin`, `offsets.npy` [n+1], `samples.npy` [n, 3], `documents.npy`, `meta.json`, and
+`mask.bin` (uint8: token is a target) or `labels.bin` (int32, aligned with the tokens) where not every token is one.
+`meta.json` has the CRC-32 of each: a file with other content than was written is no store.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import zlib
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -17,7 +20,7 @@ import numpy as np
 
 from hybrid5d.data.types import IGNORE_INDEX
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 Targets = Literal["all", "mask", "labels"]
 _TARGET_FILES: dict[str, tuple[str, type[np.generic]]] = {
     "mask": ("mask.bin", np.uint8),
@@ -37,7 +40,7 @@ def _create(path: Path) -> BinaryIO:
 class StoreWriter:
     """Writes samples one after another; memory use is 20 bytes a sample, whatever their length.
 
-    A sample may arrive in several pieces: `append(ids, targets)` any number of times, then `end_sample(file, line)`.
+    A sample may arrive in several pieces: `append(ids, targets)` any number of times, then `end_sample`.
     """
 
     def __init__(self, folder: Path, *, vocab_size: int, targets: Targets):
@@ -49,6 +52,7 @@ class StoreWriter:
             self._extra = _create(folder / _TARGET_FILES[targets][0])
         self._offsets = array("q", [0])
         self._samples = array("i")
+        self._documents = array("q")
         self._pending, self._first_target = 0, -1
 
     def append(self, ids: np.ndarray, targets: np.ndarray | None = None) -> None:
@@ -71,7 +75,9 @@ class StoreWriter:
             hits[:1] = False
         return self._pending + int(np.argmax(hits)) if hits.any() else -1
 
-    def end_sample(self, file_index: int, line: int) -> None:
+    def end_sample(self, file_index: int, line: int, starts: Sequence[int] = ()) -> None:
+        """`starts`: places in the sample at which further documents begin, ascending."""
+        self._documents.extend(self._offsets[-1] + start for start in starts)
         self._offsets.append(self._offsets[-1] + self._pending)
         self._samples.extend((file_index, line, self._first_target))
         self._pending, self._first_target = 0, -1
@@ -86,6 +92,7 @@ class StoreWriter:
                 handle.close()
         np.save(self.folder / "offsets.npy", np.frombuffer(self._offsets, dtype=np.int64))
         np.save(self.folder / "samples.npy", np.frombuffer(self._samples, dtype=np.int32).reshape(-1, 3))
+        np.save(self.folder / "documents.npy", np.array(self._documents, dtype=np.int64))
         body = {
             **meta,
             "format": FORMAT_VERSION,
@@ -93,6 +100,7 @@ class StoreWriter:
             "targets": self.targets,
             "num_samples": len(self._offsets) - 1,
             "num_tokens": self._offsets[-1],
+            "crc32": {p.name: crc32(p) for p in sorted(self.folder.iterdir())},
         }
         with open(self.folder / "meta.json", "w", encoding="utf-8") as f:
             json.dump(body, f, indent=1)
@@ -114,12 +122,14 @@ class TokenStore:
         extra: [num_tokens] mask or labels, None when every token is a target.
         offsets: [num_samples + 1] int64.
         samples: [num_samples, 3]: index of the source file, line (or item) in it, place of the first target or -1.
+        documents: int64, ascending: where a document begins inside a sample, not at its start.
     """
 
     tokens: np.ndarray
     extra: np.ndarray | None
     offsets: np.ndarray
     samples: np.ndarray
+    documents: np.ndarray
     meta: dict[str, Any]
 
     @property
@@ -136,10 +146,12 @@ class TokenStore:
 
 
 def open_store(folder: Path) -> TokenStore | None:
-    """The store in `folder`, or None where there is none or its files do not have the sizes that meta.json states."""
+    """The store in `folder`, or None where there is none or its files are not what meta.json says was written."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         if meta["format"] != FORMAT_VERSION:
+            return None
+        if any(crc32(folder / name) != value for name, value in meta["crc32"].items()):
             return None
         num_tokens, num_samples = int(meta["num_tokens"]), int(meta["num_samples"])
         tokens = _open_flat(folder / "tokens.bin", token_dtype(meta["vocab_size"]), num_tokens)
@@ -149,11 +161,21 @@ def open_store(folder: Path) -> TokenStore | None:
             extra = _open_flat(folder / name, np.dtype(kind), num_tokens)
         offsets = np.load(folder / "offsets.npy", mmap_mode="r")
         samples = np.load(folder / "samples.npy", mmap_mode="r")
-    except (OSError, ValueError, KeyError, TypeError):
+        documents = np.load(folder / "documents.npy")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     if offsets.shape != (num_samples + 1,) or samples.shape != (num_samples, 3) or int(offsets[-1]) != num_tokens:
         return None
-    return TokenStore(tokens, extra, offsets, samples, meta)
+    return TokenStore(tokens, extra, offsets, samples, documents, meta)
+
+
+def crc32(path: Path) -> int:
+    """Of a file's bytes, read in blocks."""
+    value = 0
+    with open(path, "rb") as f:
+        while block := f.read(1 << 22):
+            value = zlib.crc32(block, value)
+    return value
 
 
 def _open_flat(path: Path, dtype: np.dtype[Any], count: int) -> np.ndarray:

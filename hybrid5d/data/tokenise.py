@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from hybrid5d.data.chat import BadRecord, ChatEncoder, Message, TrainOn, to_messages
+from hybrid5d.data.chat import ChatEncoder
 from hybrid5d.data.chat_mask import TemplateError
+from hybrid5d.data.conversations import Conversation, to_conversation
 from hybrid5d.data.faults import Faults
+from hybrid5d.data.fields import RECORD_WEIGHTS, BadRecord, FieldReport, check_weight, given
+from hybrid5d.data.options import DataOptions
 from hybrid5d.data.sources import SourceFile, read_records
-from hybrid5d.data.store import StoreWriter
+from hybrid5d.data.store import StoreWriter, Targets
+from hybrid5d.data.token_records import parse_tokens
 from hybrid5d.data.tokenizer import load_tokenizer
-from hybrid5d.data.types import outside_vocabulary
 from hybrid5d.data.workers import encode_batches
 from hybrid5d.errors import DataError
 
-if TYPE_CHECKING:
-    from hybrid5d.data.dataset import DataOptions
-
+TARGETS: dict[str, Targets] = {"text": "all", "chat": "mask", "tokens": "labels"}  # by data.type
 _PIECE = 1 << 20  # characters of a document that are tokenised at once
 _BATCH_SAMPLES = 250  # small enough that a few thousand samples keep several processes busy
 _BATCH_CHARACTERS = 1 << 20
@@ -30,17 +31,22 @@ _BATCH_CHARACTERS = 1 << 20
 def build_store(folder: Path, sources: list[SourceFile], options: DataOptions) -> None:
     """Fills `folder` with the store of `sources`. Raises DataError listing the faults of all files."""
     faults = Faults()
-    targets = {"text": "all", "chat": "mask", "tokens": "labels"}[options.type]
-    writer = StoreWriter(folder, vocab_size=options.vocab_size, targets=targets)  # type: ignore[arg-type]
+    kind = options.config.type
+    template = read_template(options.config.chat_template) if kind == "chat" else None
+    writer = StoreWriter(folder, vocab_size=options.vocab_size, targets=TARGETS[kind])
     try:
-        if options.type == "text":
-            _write_text(writer, sources, options, faults)
-        elif options.type == "chat":
-            _write_chat(writer, sources, options, faults)
+        if kind == "text":
+            reports = [FieldReport() for _ in sources]
+            _write_text(writer, sources, options, faults, reports)
+        elif kind == "chat":
+            encoder = _chat_encoder(options, template)
+            reports = [FieldReport(getattr(encoder.tokenizer, "template", None)) for _ in sources]
+            _write_chat(writer, sources, options, faults, reports, encoder)
         else:
-            _write_tokens(writer, sources, options, faults)
+            reports = [FieldReport() for _ in sources]
+            _write_tokens(writer, sources, options, faults, reports)
         faults.raise_if_any()
-        writer.close({"files": [str(s.path) for s in sources]})
+        writer.close({"notices": [[i, text] for i, report in enumerate(reports) for text in report.notices()]})
     finally:
         writer.abort()
 
@@ -55,66 +61,33 @@ def batched(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 
-def _write_tokens(writer: StoreWriter, sources: list[SourceFile], options: DataOptions, faults: Faults) -> None:
+def _write_tokens(
+    writer: StoreWriter, sources: list[SourceFile], options: DataOptions, faults: Faults, reports: list[FieldReport]
+) -> None:
     for index, source in enumerate(sources):
         for line, record in read_records(_named(source, options), faults):
             try:
-                ids, labels = parse_tokens(record, options.vocab_size)
+                row = parse_tokens(record, options.vocab_size, reports[index], line)
             except BadRecord as e:
                 faults.add(source.path, line, str(e))
                 continue
             if not faults:
-                writer.append(ids, labels)
-                writer.end_sample(index, line)
-
-
-def parse_tokens(record: Any, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(input_ids, labels), both [n] int64 and checked; labels are the ids where the record has none."""
-    if not isinstance(record, dict):
-        raise BadRecord(f"a JSON object is expected, not {type(record).__name__}")
-    if "input_ids" not in record:
-        raise BadRecord(f"no key 'input_ids'; its keys: {', '.join(sorted(map(str, record))[:8]) or 'none'}")
-    ids = _integers(record["input_ids"], "input_ids")
-    if not ids.size:
-        raise BadRecord("input_ids is empty")
-    _check_range(ids, "input_ids", vocab_size)
-    if record.get("labels") is None:
-        return ids, ids
-    labels = _integers(record["labels"], "labels")
-    if labels.shape != ids.shape:
-        raise BadRecord(f"{labels.size} labels for {ids.size} input_ids: they must be aligned one to one")
-    _check_range(labels, "labels", vocab_size)
-    return ids, labels
-
-
-def _integers(value: Any, name: str) -> np.ndarray:
-    if not isinstance(value, list):
-        raise BadRecord(f"{name} must be a list of integers, not {type(value).__name__}")
-    for place, item in enumerate(value):
-        if type(item) is not int:
-            raise BadRecord(f"{name}[{place}]={item!r} is not an integer")
-    try:
-        return np.array(value, dtype=np.int64)
-    except OverflowError:
-        raise BadRecord(f"{name} holds a number beyond 64 bits") from None
-
-
-def _check_range(values: np.ndarray, key: str, vocab_size: int) -> None:
-    fault = outside_vocabulary(key, values, vocab_size)
-    if fault:
-        raise BadRecord(fault)
+                writer.append(row.ids, row.labels)
+                writer.end_sample(index, line, row.starts)
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def _write_text(writer: StoreWriter, sources: list[SourceFile], options: DataOptions, faults: Faults) -> None:
+def _write_text(
+    writer: StoreWriter, sources: list[SourceFile], options: DataOptions, faults: Faults, reports: list[FieldReport]
+) -> None:
     """Each document: bos (where the tokenizer puts it before texts), its tokens, eos (where there is one)."""
     tokenizer = load_tokenizer(options.tokenizer, model_vocab_size=options.vocab_size)
-    batches = _by_size(_pieces(sources, options, faults))
+    batches = _by_size(_pieces(sources, options, faults, reports))
     # once there is a fault nothing will be kept: the rest is only read, for more faults
     texts = (([text for text, _, _, _ in batch], batch) for batch in batches if not faults)
-    for encoded, batch in encode_batches(tokenizer.encode_batch, texts, options.num_workers):
+    for encoded, batch in encode_batches(tokenizer.encode_batch, texts, options.config.num_workers):
         for ids, (_, first, last, origin) in zip(encoded, batch):
             if first and tokenizer.bos_id is not None:
                 writer.append(np.array([tokenizer.bos_id]))
@@ -142,16 +115,26 @@ def _by_size(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _pieces(sources: list[SourceFile], options: DataOptions, faults: Faults) -> Iterator[Piece]:
+def _pieces(
+    sources: list[SourceFile], options: DataOptions, faults: Faults, reports: list[FieldReport]
+) -> Iterator[Piece]:
+    key = options.config.text_key
     for index, source in enumerate(sources):
         if source.kind == "text":
             yield from _file_pieces(source, index, options, faults)
             continue
         for line, record in read_records(_named(source, options), faults):
-            text = record.get(options.text_key) if isinstance(record, dict) else None
+            text = record.get(key) if isinstance(record, dict) else None
             if not isinstance(text, str):
-                faults.add(source.path, line, f"no string under {options.text_key!r} (data.text_key)")
-            elif text:
+                faults.add(source.path, line, f"no string under {key!r} (data.text_key)")
+                continue
+            try:
+                check_weight(record)
+            except BadRecord as e:
+                faults.add(source.path, line, str(e))
+                continue
+            reports[index].unread(line, [n for n in record if n not in (key, *RECORD_WEIGHTS) and given(record, n)])
+            if text:
                 parts = list(_cut(text))
                 for i, part in enumerate(parts):
                     yield part, i == 0, i == len(parts) - 1, (index, line)
@@ -211,12 +194,13 @@ def _where_not_utf8(path: Path, error: UnicodeDecodeError) -> tuple[int | None, 
 # --- chat -------------------------------------------------------------------------------------------------------------
 
 
-def _write_chat(writer: StoreWriter, sources: list[SourceFile], options: DataOptions, faults: Faults) -> None:
-    template = read_template(options.chat_template)
-    encoder = _chat_encoder(options.tokenizer, options.vocab_size, template, options.train_on)
-    batches = batched(_conversations(sources, options, faults), _BATCH_SAMPLES)
-    conversations = (([messages for messages, _, _ in batch], batch) for batch in batches if not faults)
-    for encoded, batch in encode_batches(encoder.encode, conversations, options.num_workers):
+def _write_chat(
+    writer: StoreWriter, sources: list[SourceFile], options: DataOptions, faults: Faults, reports: list[FieldReport],
+    encoder: ChatEncoder,
+) -> None:  # fmt: skip
+    batches = batched(_conversations(sources, options, faults, reports), _BATCH_SAMPLES)
+    conversations = (([c for c, _, _ in batch], batch) for batch in batches if not faults)
+    for encoded, batch in encode_batches(encoder.encode, conversations, options.config.num_workers):
         for result, (_, index, line) in zip(encoded, batch):
             if isinstance(result, BadRecord):
                 faults.add(sources[index].path, line, str(result))
@@ -225,12 +209,12 @@ def _write_chat(writer: StoreWriter, sources: list[SourceFile], options: DataOpt
                 writer.end_sample(index, line)
 
 
-def _chat_encoder(tokenizer: str, vocab_size: int, template: str | None, train_on: TrainOn) -> ChatEncoder:
+def _chat_encoder(options: DataOptions, template: str | None) -> ChatEncoder:
     try:
-        loaded = load_tokenizer(tokenizer, model_vocab_size=vocab_size, chat_template=template)
-        return ChatEncoder(loaded, train_on)
+        loaded = load_tokenizer(options.tokenizer, model_vocab_size=options.vocab_size, chat_template=template)
+        return ChatEncoder(loaded, options.config.train_on)
     except TemplateError as e:
-        raise DataError(f"{tokenizer}: {e}") from e
+        raise DataError(f"{options.tokenizer}: {e}") from e
 
 
 def read_template(path: str | None) -> str | None:
@@ -245,12 +229,12 @@ def read_template(path: str | None) -> str | None:
 
 
 def _conversations(
-    sources: list[SourceFile], options: DataOptions, faults: Faults
-) -> Iterator[tuple[list[Message], int, int]]:
+    sources: list[SourceFile], options: DataOptions, faults: Faults, reports: list[FieldReport]
+) -> Iterator[tuple[Conversation, int, int]]:
     for index, source in enumerate(sources):
         for line, record in read_records(_named(source, options), faults):
             try:
-                yield to_messages(record, options.chat_keys), index, line
+                yield to_conversation(record, options.config, reports[index], line), index, line
             except BadRecord as e:
                 faults.add(source.path, line, str(e))
 

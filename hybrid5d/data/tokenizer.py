@@ -118,13 +118,9 @@ class FastTokenizer:
         return str(self._rust.decode(list(ids), skip_special_tokens=not special))
 
     def encode_with_mask(
-        self, texts: Sequence[str], spans: Sequence[list[Span]] | None
+        self, texts: Sequence[str], spans: Sequence[list[Span]]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(ids [n], mask [n] uint8) of each text: 1 for a token with a character of the text's spans; None: for all."""
-        if spans is None:
-            for ids in self.encode_batch(texts):
-                yield ids, np.ones(ids.shape, np.uint8)
-            return
+        """(ids [n], mask [n] uint8) of each text: 1 for a token with a character of the text's spans."""
         if self._lengths is None:
             yield from self._by_offsets(texts, spans)
             return
@@ -140,23 +136,25 @@ class FastTokenizer:
             ids = np.array(e.ids, dtype=np.int32)
             yield ids, span_mask(e, len(ids), marked)
 
-    def render(self, conversations: Sequence[list[dict[str, Any]]], *, generation_prompt: bool = False) -> list[str]:
-        """The chat template's text of each conversation; raises what the template raises."""
-        rendered: list[str] = self._render(list(conversations), add_generation_prompt=generation_prompt)[0]
-        return rendered
+    def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """The chat template's text of a conversation; raises what the template raises.
 
-    def render_generation_spans(self, conversation: list[dict[str, Any]]) -> tuple[str, list[Span]]:
+        `options`: what `apply_chat_template` takes: tools, documents, add_generation_prompt, the template's own names.
+        """
+        return str(self._render(messages, **options)[0][0])
+
+    def render_generation_spans(self, messages: list[dict[str, Any]], **options: Any) -> tuple[str, list[Span]]:
         """Text of a conversation and the spans inside the template's own `{% generation %}` tags."""
         with _TRACKING:
-            texts, spans = self._render([conversation], return_assistant_tokens_mask=True)
+            texts, spans = self._render(messages, return_assistant_tokens_mask=True, **options)
         return texts[0], [(int(a), int(b)) for a, b in spans[0]]
 
-    def _render(self, conversations: list[list[dict[str, Any]]], **kwargs: Any) -> Any:
+    def _render(self, messages: list[dict[str, Any]], **options: Any) -> Any:
         """What `apply_chat_template` itself calls; a worker process imports this much of transformers and no more."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         call: Any = render_jinja_template  # its annotation says str where a pair is returned
-        return call(conversations, chat_template=self.template, **self._named_tokens, **kwargs)
+        return call([messages], chat_template=self.template, **{**self._named_tokens, **options})
 
 
 def _load_hf(folder: str) -> Any:

@@ -8,17 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from hybrid5d.data.dataset import DataOptions, open_dataset
+from hybrid5d.data.dataset import open_dataset
 from hybrid5d.data.faults import SHOWN_FAULTS
 from hybrid5d.errors import DataError
+from tests.data.kit import data_options
 
 GOOD_CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 GOOD = {"tokens": {"input_ids": [1, 2]}, "chat": GOOD_CHAT}
 
 
 def open_file(tmp_path: Path, data_type: str, *paths: Path, **kwargs: object) -> object:
-    options = DataOptions(
-        type=data_type,
+    options = data_options(
+        kind=data_type,
         paths=tuple(map(str, paths)),
         seq_length=32,
         vocab_size=300,
@@ -64,7 +65,10 @@ CHAT_FAULTS = [
     (b'{"messages": [{"content": "hi"}]}', "messages[0] has no role"),
     (b'{"messages": [{"role": "user"}]}', "messages[0].content must be a string, not NoneType"),
     (b'{"messages": [{"role": "user", "content": "hi"}]}', "has no assistant turn"),
-    (b'{"prompt": "hi"}', "'response' must be a string, not NoneType"),
+    (
+        b'{"prompt": "hi"}',
+        "'prompt' without 'response'; its keys: prompt. Fix: name the answer's field in data.response_key",
+    ),
     (b'{"instruction": 3, "output": "x"}', "'instruction' must be a string, not int"),
     (rb'{"prompt": "a\ud83d\ude00", "response": "b\uDE00"}', r"no Unicode text: \ude00 is half of a character"),
     (rb'{"messages": [{"role": "\ud800", "content": ""}]}', r"no Unicode text: \ud800 is half of a character"),
@@ -140,7 +144,7 @@ def test_cache_folder_that_cannot_be_written(tmp_path: Path) -> None:
     path.write_text(json.dumps(GOOD["tokens"]))
     blocked.write_text("")
     with pytest.raises(DataError, match=r"the token cache cannot be written.*data\.cache_dir"):
-        open_dataset(DataOptions("tokens", (str(path),), 32, 300, cache_dir=str(blocked / "cache")))
+        open_dataset(data_options("tokens", (str(path),), 32, 300, cache_dir=str(blocked / "cache")))
 
 
 def test_text_that_is_not_utf8(tmp_path: Path) -> None:
@@ -231,7 +235,7 @@ def test_vocabulary_larger_than_the_models(tmp_path: Path) -> None:
     path = tmp_path / "x.txt"
     path.write_text("abc")
     with pytest.raises(DataError, match="ids up to 258, the model's vocab_size is 256"):
-        open_dataset(DataOptions("text", (str(path),), 32, 256, cache_dir=str(tmp_path / "cache")))
+        open_dataset(data_options("text", (str(path),), 32, 256, cache_dir=str(tmp_path / "cache")))
 
 
 def test_tokenizer_folder_faults(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid5d.data.build import eval_loader_from_plan, loader_from_plan, prepare_data, tokenizer_name
-from hybrid5d.errors import DataError
+from hybrid5d.data.build import eval_loader_from_plan, loader_from_plan, tokenizer_name
 from hybrid5d.load import load_config
 from hybrid5d.plan.run import RunPlan, build_plan
 
@@ -57,21 +56,8 @@ def test_budget_of_a_plan_counts_the_cp_group(tmp_path: Path) -> None:
     assert loader.options.token_budget == 48
     plan = plan_of(tmp_path, "data.packing=documents", "actor.enable_dp_load_balance=true", "data.last_batch=drop_last")
     options = loader_from_plan(plan, 0).options
-    assert options.token_budget is None and options.packing == "documents" and options.balance_dp
-    assert options.last_batch == "drop_last" and options.seed == 42 and options.max_steps == 5
-
-
-def test_data_is_prepared_before_ranks_start(tmp_path: Path) -> None:
-    training, evaluation = prepare_data(plan_of(tmp_path))
-    assert "tokenised now" in training and "tokenised now" in evaluation and "4 rows, 54 tokens" in evaluation
-    assert all("tokens from the cache" in line for line in prepare_data(plan_of(tmp_path)))
-    bad, worse = tmp_path / "bad.txt", tmp_path / "worse.txt"
-    bad.write_bytes(b"\xff")
-    worse.write_bytes(b"a\n\xfe")
-    plan = plan_of(tmp_path, f"data.train_data_paths=[{bad}]", f"data.val_data_paths=[{worse}]")
-    with pytest.raises(DataError) as e:
-        prepare_data(plan)
-    assert [line.split(" ")[0] for line in str(e.value).split("\n")] == [f"{bad}:1:", f"{worse}:2:"]
+    assert options.token_budget is None and options.config.packing == "documents" and options.balance_dp
+    assert options.config.last_batch == "drop_last" and options.config.seed == 42 and options.max_steps == 5
 
 
 @pytest.mark.parametrize("overrides", [("data.val_data_paths=null",), ("data.val_data_paths=[]",)])

@@ -10,12 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hybrid5d.data.chat import BadRecord, ChatEncoder, ChatKeys, encode_bytes, to_messages
+from hybrid5d.config.schema import DataConfig
+from hybrid5d.data.chat import ChatEncoder, encode_bytes
 from hybrid5d.data.chat_mask import token_mask
-from hybrid5d.data.dataset import DataOptions, open_dataset
+from hybrid5d.data.conversations import Conversation, to_conversation
+from hybrid5d.data.dataset import open_dataset
+from hybrid5d.data.fields import BadRecord, FieldReport
+from hybrid5d.data.options import DataOptions
 from hybrid5d.data.tokenizer import ByteTokenizer, FastTokenizer, load_tokenizer
 from hybrid5d.errors import DataError
 from tests.chat_references import CHATML, REFERENCES, SPECIAL_TOKENS, Turns
+from tests.data.kit import data_options
 
 pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -42,6 +47,10 @@ CONVERSATIONS: list[Turns] = [
     [("user", "what now"), ("assistant", "one"), ("user", "left open")],
 ]  # type: ignore[misc]
 CONVERSATIONS = [[{"role": r, "content": c} for r, c in turns] for turns in CONVERSATIONS]  # type: ignore[misc]
+
+
+def to_messages_of(record: dict[str, object], **keys: str) -> list[dict[str, object]]:
+    return to_conversation(record, DataConfig(**keys), FieldReport(), 1).messages
 
 
 def character_tokenizer() -> object:
@@ -112,13 +121,13 @@ def reference_mask(pieces: list[tuple[str, bool]], spans: np.ndarray) -> list[in
 def test_masks_against_the_reference(folders: dict[str, Path], kind: str, template: str) -> None:
     source, reference = REFERENCES[template]
     tokenizer = FastTokenizer(str(folders[kind]), source)
-    results = ChatEncoder(tokenizer, "assistant").encode(CONVERSATIONS)
+    results = ChatEncoder(tokenizer, "assistant").encode([Conversation.of(c) for c in CONVERSATIONS])
     for turns, result in zip(CONVERSATIONS, results):
         assert not isinstance(result, BadRecord), (turns, str(result))
         pieces = list(reference(turns))
         text = "".join(p for p, _ in pieces)
         if template != "tagged":
-            assert tokenizer.render([turns]) == [text]
+            assert tokenizer.render(turns) == text
         encoding = tokenizer._rust.encode(text, add_special_tokens=False)
         ids, spans = np.array(encoding.ids), np.array(encoding.offsets).reshape(-1, 2)
         assert result[0].tolist() == ids.tolist()
@@ -131,7 +140,7 @@ def test_masks_against_the_reference(folders: dict[str, Path], kind: str, templa
 @pytest.mark.parametrize("template", ["chatml", "reasoning"])
 def test_train_on_all(folders: dict[str, Path], template: str) -> None:
     tokenizer = FastTokenizer(str(folders["byte_level"]), REFERENCES[template][0])
-    for result in ChatEncoder(tokenizer, "all").encode(CONVERSATIONS):
+    for result in ChatEncoder(tokenizer, "all").encode([Conversation.of(c) for c in CONVERSATIONS]):
         assert not isinstance(result, BadRecord) and result[1].all() and len(result[0]) == len(result[1])
 
 
@@ -151,7 +160,7 @@ def test_tool_calls(folders: dict[str, Path]) -> None:
         "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     tokenizer = FastTokenizer(str(folders["character"]), template)
-    messages = to_messages(
+    messages = to_messages_of(
         {
             "messages": [
                 {"role": "user", "content": "weather?"},
@@ -160,9 +169,8 @@ def test_tool_calls(folders: dict[str, Path]) -> None:
                 {"role": "assistant", "content": "It is sunny."},
             ]
         },
-        ChatKeys(),
     )
-    ((ids, mask),) = ChatEncoder(tokenizer, "assistant").encode([messages])  # type: ignore[misc]
+    ((ids, mask),) = ChatEncoder(tokenizer, "assistant").encode([Conversation.of(messages)])  # type: ignore[misc]
     assert tokenizer.decode(ids[mask == 1], special=True) == "<call>look</call><|im_end|>It is sunny.<|im_end|>"
 
 
@@ -179,28 +187,28 @@ def test_tool_calls(folders: dict[str, Path]) -> None:
     ],
 )
 def test_record_shapes(record: dict[str, object], expected: list[str]) -> None:
-    messages = to_messages(record, ChatKeys())
+    messages = to_messages_of(record)
     assert [m["role"] for m in messages] == ["user", "assistant"]
     assert [m["content"] for m in messages] == expected
 
 
 def test_keys_are_configurable() -> None:
-    keys = ChatKeys(messages="conversation", prompt="question", response="answer", output="target")
-    assert to_messages({"question": "q", "answer": "a", "messages": 1}, keys)[1]["content"] == "a"
-    assert to_messages({"instruction": "q", "target": "a"}, keys)[1]["content"] == "a"
+    keys = {"messages_key": "conversation", "prompt_key": "question", "response_key": "answer", "output_key": "target"}
+    assert to_messages_of({"question": "q", "answer": "a", "messages": 1}, **keys)[1]["content"] == "a"
+    assert to_messages_of({"instruction": "q", "target": "a"}, **keys)[1]["content"] == "a"
 
 
 def test_byte_format() -> None:
     tokenizer = ByteTokenizer()
-    ids, mask = encode_bytes(CONVERSATIONS[1], tokenizer, "assistant")
+    ids, mask = encode_bytes(Conversation.of(CONVERSATIONS[1]), tokenizer, "assistant")
     assert tokenizer.decode(ids.tolist()).startswith("<|system|>\nBe brief.\n<|user|>\n  2+2? \n<|assistant|>\n  4 \n")
     assert tokenizer.decode(ids[mask == 1].tolist()) == "  4 \nYes"
     assert ids[0] == 256 and (ids == 257).sum() == 2 and mask[ids == 257].all()
-    assert encode_bytes(CONVERSATIONS[1], tokenizer, "all")[1].all()
+    assert encode_bytes(Conversation.of(CONVERSATIONS[1]), tokenizer, "all")[1].all()
 
 
 def chat_options(tmp_path: Path, path: Path, tokenizer: str, **kwargs: object) -> DataOptions:
-    return DataOptions(
+    return data_options(
         "chat",
         (str(path),),
         64,
@@ -219,7 +227,9 @@ def test_chat_dataset(folders: dict[str, Path], tmp_path: Path, monkeypatch: pyt
     options = chat_options(tmp_path, path, folder, chat_template=str(template))
     dataset = open_dataset(options)
     tokenizer = FastTokenizer(folder, CHATML)
-    for i, (ids, mask) in enumerate(ChatEncoder(tokenizer, "assistant").encode(CONVERSATIONS[:3])):  # type: ignore[misc]
+    for i, (ids, mask) in enumerate(
+        ChatEncoder(tokenizer, "assistant").encode([Conversation.of(c) for c in CONVERSATIONS[:3]])
+    ):  # type: ignore[misc]
         d = dataset.document(i)
         assert d.input_ids.tolist() == ids.tolist()[:64]
         assert d.labels.tolist() == [t if m else -100 for t, m in zip(ids[1:64], mask[1:64])] + [-100]
@@ -252,7 +262,7 @@ def test_template_that_adds_to_an_answer(folders: dict[str, Path]) -> None:
     """What the template writes because of an answer's content is not missed by the comparison with the marked text."""
     template = CHATML + "{% if messages[-1].content == 'Hello there.' %}EXTRA{% endif %}"
     tokenizer = FastTokenizer(str(folders["character"]), template)
-    ((ids, mask),) = ChatEncoder(tokenizer, "assistant").encode([CONVERSATIONS[0]])  # type: ignore[misc]
+    ((ids, mask),) = ChatEncoder(tokenizer, "assistant").encode([Conversation.of(CONVERSATIONS[0])])  # type: ignore[misc]
     assert tokenizer.decode(ids[mask == 1], special=True) == "Hello there.<|im_end|>\nEXTRA"
 
 
@@ -261,7 +271,7 @@ def test_text_that_looks_like_a_mark(folders: dict[str, Path]) -> None:
     tokenizer = FastTokenizer(str(folders["character"]), CHATML)
     for said in ("Zq7turn9xJ5", "Zq7turn1xJ5", "Zq7turn0xJ5 Zq7turn3xJ5"):
         talk = [{"role": "user", "content": said, "name": "x"}, {"role": "assistant", "content": f"{said}."}]
-        ((ids, mask),) = ChatEncoder(tokenizer, "assistant").encode([talk])  # type: ignore[misc]
+        ((ids, mask),) = ChatEncoder(tokenizer, "assistant").encode([Conversation.of(talk)])  # type: ignore[misc]
         assert tokenizer.decode(ids[mask == 1], special=True) == f"{said}.<|im_end|>"
 
 
@@ -289,7 +299,7 @@ def test_template_that_hides_its_turns(folders: dict[str, Path], tmp_path: Path)
     """An answer that decides what the template writes elsewhere cannot be told apart: refused, not guessed."""
     template = "{% for m in messages %}{{ m.content | length ~ ':' ~ m.content ~ ';' }}{% endfor %}"
     tokenizer = FastTokenizer(str(folders["character"]), template)
-    (result,) = ChatEncoder(tokenizer, "assistant").encode([CONVERSATIONS[0]])
+    (result,) = ChatEncoder(tokenizer, "assistant").encode([Conversation.of(CONVERSATIONS[0])])
     assert isinstance(result, BadRecord) and "cannot be found" in str(result)
 
 
@@ -303,7 +313,7 @@ def test_bos_only_where_the_tokenizer_adds_it(folders: dict[str, Path], tmp_path
     t.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "x.txt").write_text("hello")
     for folder, first in ((folders["byte_level"], []), (tmp_path, [t.token_to_id("<s>")])):
-        options = DataOptions(
+        options = data_options(
             "text", (str(tmp_path / "x.txt"),), 64, 1000, tokenizer=str(folder), cache_dir=str(tmp_path / "cache")
         )
         ids = open_dataset(options).document(0).input_ids.tolist()

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from hybrid5d.data.build import build_eval_loader, build_loader
-from hybrid5d.data.dataset import DataOptions
-from hybrid5d.data.loader import DUMMY_ROW_ID, Loader, LoaderOptions
+from hybrid5d.data.loader import DUMMY_ROW_ID, Loader
+from hybrid5d.data.options import DataOptions
 from hybrid5d.data.types import IGNORE_INDEX, Document, StepBatch
 from hybrid5d.errors import DataError
+from tests.data.kit import data_options, loader_options
 
 
 def write_rows(path: Path, lengths: list[int], first: int = 0) -> Path:
@@ -24,9 +25,9 @@ def write_rows(path: Path, lengths: list[int], first: int = 0) -> Path:
     return path
 
 
-def data_options(tmp_path: Path, *files: Path, seq_length: int | None = 64, **kwargs: object) -> DataOptions:
-    return DataOptions(
-        type="tokens",
+def token_options(tmp_path: Path, *files: Path, seq_length: int | None = 64, **kwargs: object) -> DataOptions:
+    return data_options(
+        kind="tokens",
         paths=tuple(map(str, files)),
         seq_length=seq_length,
         vocab_size=1000,
@@ -44,7 +45,7 @@ def real_ids(batch: StepBatch) -> list[int]:
 
 
 def all_ranks(options: DataOptions, dp: int, **kwargs: object) -> list[list[StepBatch]]:
-    return [list(build_loader(options, LoaderOptions(dp=dp, dp_rank=r, **kwargs))) for r in range(dp)]  # type: ignore[arg-type]
+    return [list(build_loader(options, loader_options(dp=dp, dp_rank=r, **kwargs))) for r in range(dp)]  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def thirteen(tmp_path: Path) -> DataOptions:
     """13 rows of ragged length in two files."""
     a = write_rows(tmp_path / "a.jsonl", [3, 9, 4, 16, 5, 7, 2])
     b = write_rows(tmp_path / "b.jsonl", [6, 11, 3, 8, 1, 12], first=7)
-    return data_options(tmp_path, a, b)
+    return token_options(tmp_path, a, b)
 
 
 @pytest.mark.parametrize("extra", [{}, {"balance_dp": True}, {"token_budget": 20}])
@@ -126,21 +127,21 @@ def test_drop_last(thirteen: DataOptions) -> None:
 
 def test_step_bounds(thirteen: DataOptions) -> None:
     def total(**kwargs: int) -> int | None:
-        return build_loader(thirteen, LoaderOptions(global_batch_size=4, micro_batch_size=1, **kwargs)).total_steps
+        return build_loader(thirteen, loader_options(4, 1, **kwargs)).total_steps
 
     assert total() is None and total(max_steps=3, max_epochs=1) == 3
     assert total(max_steps=9, max_epochs=2) == 8 and total(max_steps=0) == 0
 
 
 def test_packed_rows(thirteen: DataOptions, tmp_path: Path) -> None:
-    options = data_options(tmp_path, *(Path(p) for p in thirteen.paths), seq_length=16)
+    options = token_options(tmp_path, *(Path(p) for p in thirteen.paths), seq_length=16)
     ranks = all_ranks(options, 2, global_batch_size=2, micro_batch_size=1, max_epochs=1, packing="documents")
     seen = Counter(i for r in ranks for b in r for i in real_ids(b))
     assert seen == Counter(range(13))
     rows = [row for r in ranks for b in r for mb in b.micro_batches for row in mb]
     assert all(sum(len(d) for d in row) <= 16 for row in rows)
     assert all(d.labels[-1] == IGNORE_INDEX for row in rows for d in row)  # nothing is predicted across a boundary
-    loader = build_loader(options, LoaderOptions(2, 1, packing="documents"))
+    loader = build_loader(options, loader_options(2, 1, packing="documents"))
     assert loader.pack_plan is not None and loader.num_rows == loader.pack_plan.num_rows == 6
     assert loader.pack_plan.fill_rate == pytest.approx(87 / 96)
     assert loader.describe().endswith("3 steps an epoch; packed into 6 rows, fill rate 0.906")
@@ -161,7 +162,7 @@ def test_token_budget(thirteen: DataOptions) -> None:
 
 def test_balanced_dp_shares(tmp_path: Path) -> None:
     lengths = np.clip(np.random.default_rng(5).lognormal(3, 1, 256), 2, 400).astype(int).tolist()
-    options = data_options(tmp_path, write_rows(tmp_path / "x.jsonl", lengths), seq_length=400)
+    options = token_options(tmp_path, write_rows(tmp_path / "x.jsonl", lengths), seq_length=400)
     for extra in ({"balance_dp": True}, {"token_budget": 800}):
         ranks = all_ranks(options, 4, global_batch_size=64, micro_batch_size=2, max_epochs=1, **extra)
         for steps in zip(*ranks):
@@ -174,11 +175,14 @@ def test_balanced_dp_shares(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dp,mbs,extra", [(1, 1, {}), (2, 2, {}), (4, 1, {}), (2, 1, {"token_budget": 20})])
 def test_evaluation_rows(tmp_path: Path, rows: int, dp: int, mbs: int, extra: dict[str, int]) -> None:
     path = write_rows(tmp_path / "val.jsonl", [3 + i for i in range(rows)])
-    options = data_options(tmp_path, path)
+    options = token_options(tmp_path, path)
 
     def build(rank: int) -> Loader:
         return build_eval_loader(
-            options, LoaderOptions(4, mbs, dp=dp, dp_rank=rank, max_steps=1, start_step=7, **extra)
+            options,
+            loader_options(
+                global_batch_size=4, micro_batch_size=mbs, dp=dp, dp_rank=rank, max_steps=1, start_step=7, **extra
+            ),
         )  # type: ignore[arg-type]
 
     loaders = [build(r) for r in range(dp)]
@@ -194,13 +198,16 @@ def test_evaluation_rows(tmp_path: Path, rows: int, dp: int, mbs: int, extra: di
 
 
 def test_no_evaluation_files(tmp_path: Path) -> None:
-    assert list(build_eval_loader(data_options(tmp_path), LoaderOptions(4, 1))) == []
+    assert list(build_eval_loader(token_options(tmp_path), loader_options(4, 1))) == []
 
 
 @pytest.mark.parametrize("overlong,expected", [("truncate", [4, 8, 8, 3]), ("drop", [4, 8, 3])])
 def test_overlong(tmp_path: Path, overlong: str, expected: list[int]) -> None:
     path = write_rows(tmp_path / "x.jsonl", [4, 8, 9, 3])
-    loader = build_loader(data_options(tmp_path, path, seq_length=8, overlong=overlong), LoaderOptions(4, 1))
+    loader = build_loader(
+        token_options(tmp_path, path, seq_length=8, overlong=overlong),
+        loader_options(4, 1),
+    )
     assert loader.dataset.lengths.tolist() == expected
     last = loader.dataset.document(2)
     assert last.labels[-1] == IGNORE_INDEX and len(last.labels) == len(last)
@@ -212,12 +219,15 @@ def test_overlong(tmp_path: Path, overlong: str, expected: list[int]) -> None:
 def test_overlong_error_names_the_line(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "x.jsonl", [4, 9])
     with pytest.raises(DataError, match=r"x\.jsonl:2: 9 tokens, more than seq_length=8"):
-        build_loader(data_options(tmp_path, path, seq_length=8, overlong="error"), LoaderOptions(4, 1))
+        build_loader(
+            token_options(tmp_path, path, seq_length=8, overlong="error"),
+            loader_options(4, 1),
+        )
 
 
 def test_seq_length_may_come_from_the_data(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "x.jsonl", [4, 9])
-    assert build_loader(data_options(tmp_path, path, seq_length=None), LoaderOptions(1, 1)).dataset.seq_length == 9
+    assert build_loader(token_options(tmp_path, path, seq_length=None), loader_options(1, 1)).dataset.seq_length == 9
 
 
 def test_rows_without_a_target_are_counted(tmp_path: Path) -> None:
@@ -229,6 +239,6 @@ def test_rows_without_a_target_are_counted(tmp_path: Path) -> None:
         {"input_ids": [1, 2]},
     ]
     path.write_text("\n".join(map(json.dumps, rows)))
-    loader = build_loader(data_options(tmp_path, path, seq_length=4), LoaderOptions(1, 1))
+    loader = build_loader(token_options(tmp_path, path, seq_length=4), loader_options(1, 1))
     assert loader.dataset.report.without_target == 2
     assert loader.dataset.document(1).labels.tolist() == [-100, 3, -100]

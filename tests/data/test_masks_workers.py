@@ -103,6 +103,7 @@ def test_a_tokenizer_travels(tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     from hybrid5d.data.chat import ChatEncoder
+    from hybrid5d.data.conversations import Conversation
     from hybrid5d.data.tokenizer import FastTokenizer
 
     fast = PreTrainedTokenizerFast(tokenizer_object=PLAIN, eos_token="<|end|>", bos_token="<s>")
@@ -112,7 +113,7 @@ def test_a_tokenizer_travels(tmp_path: Path) -> None:
     body = pickle.dumps(encoder)
     for file in (tmp_path / "t").iterdir():
         file.unlink()
-    talk = [[{"role": "user", "content": "äö"}, {"role": "assistant", "content": "Hello 🎉"}]]
+    talk = [Conversation.of([{"role": "user", "content": "äö"}, {"role": "assistant", "content": "Hello 🎉"}])]
     copy = pickle.loads(body)
     for one, other in zip(encoder.encode(talk), copy.encode(talk), strict=True):
         assert one[0].tolist() == other[0].tolist() and one[1].tolist() == other[1].tolist()  # type: ignore[index]
@@ -211,9 +212,8 @@ def test_a_script_without_a_guard(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": f"row {n}"}) + "\n" for n in range(600)))
     script = tmp_path / "script.py"
     script.write_text(
-        "from hybrid5d.data.dataset import DataOptions, open_dataset\n"
-        f"o = DataOptions('text', ({str(tmp_path / 'x.jsonl')!r},), 64, 300, cache_dir={str(tmp_path / 'c')!r},"
-        " num_workers=2)\n"
+        "from hybrid5d.data.dataset import open_dataset\n"
+        f"o = DataOptions('text', ({str(tmp_path / 'x.jsonl')!r},), 64, 300)\n"
         "print('rows', len(open_dataset(o)))\n"
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)

@@ -19,16 +19,18 @@ import hybrid5d.data.dataset as dataset_module
 import hybrid5d.data.sources as sources_module
 import hybrid5d.data.tokenise as tokenise_module
 from hybrid5d.data.cache import open_or_build
-from hybrid5d.data.dataset import DataOptions, Dataset, open_dataset
+from hybrid5d.data.dataset import Dataset, open_dataset
+from hybrid5d.data.options import DataOptions
 from hybrid5d.data.store import StoreWriter, open_store
 from hybrid5d.data.types import IGNORE_INDEX
 from hybrid5d.errors import DataError
+from tests.data.kit import data_options
 
 BOS, EOS = 256, 257
 
 
 def text_options(tmp_path: Path, *paths: object, seq_length: int = 8, **kwargs: object) -> DataOptions:
-    return DataOptions(
+    return data_options(
         "text",
         tuple(map(str, paths)),
         seq_length,
@@ -125,7 +127,7 @@ def test_file_formats_give_the_same_rows(tmp_path: Path) -> None:
     (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
     (saved.parent / "dataset_dict.json").write_text(json.dumps({"splits": ["test", "train"]}))
     for name in ("x.jsonl", "x.json", "y.json", "x.parquet", "saved", "saved/train"):
-        dataset = open_dataset(DataOptions("tokens", (str(tmp_path / name),), 8, 10, cache_dir=str(tmp_path / "c")))
+        dataset = open_dataset(data_options("tokens", (str(tmp_path / name),), 8, 10, cache_dir=str(tmp_path / "c")))
         assert rows(dataset) == [[1, 2, 3], [4]], name
         assert dataset.document(0).labels.tolist() == [2, 3, IGNORE_INDEX]
 
@@ -134,7 +136,7 @@ def test_file_formats_give_the_same_rows(tmp_path: Path) -> None:
 def test_large_ids_survive(tmp_path: Path, vocab_size: int, dtype: type) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps({"input_ids": [0, vocab_size - 1]}))
-    dataset = open_dataset(DataOptions("tokens", (str(path),), 8, vocab_size, cache_dir=str(tmp_path / "c")))
+    dataset = open_dataset(data_options("tokens", (str(path),), 8, vocab_size, cache_dir=str(tmp_path / "c")))
     assert dataset.document(0).input_ids.tolist() == [0, vocab_size - 1]
     assert dataset.document(0).labels.tolist() == [vocab_size - 1, IGNORE_INDEX]
     assert dataset.store.tokens.dtype == dtype and isinstance(dataset.store.tokens, np.memmap)
@@ -158,7 +160,7 @@ def test_second_start_does_not_tokenise(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(open_dataset(text_options(tmp_path, path, seq_length=4))) > len(first)  # cut anew, not tokenised anew
     for changed in (
         text_options(tmp_path, path, path),
-        DataOptions("text", (str(path),), 8, 300, cache_dir=str(tmp_path / "cache")),
+        data_options("text", (str(path),), 8, 300, cache_dir=str(tmp_path / "cache")),
     ):
         with pytest.raises(AssertionError, match="tokenised again"):
             open_dataset(changed)
@@ -245,7 +247,8 @@ def test_worker_processes_give_the_same_store(tmp_path: Path, monkeypatch: pytes
     path.write_text("".join(json.dumps({"text": "z" * (40 - i)}) + "\n" for i in range(40)))
     alone = open_dataset(text_options(tmp_path, path, seq_length=64))
     options = text_options(tmp_path, path, seq_length=64, num_workers=2)
-    together = open_dataset(replace(options, cache_dir=str(tmp_path / "other")))
+    elsewhere = options.config.model_copy(update={"cache_dir": str(tmp_path / "other")})
+    together = open_dataset(replace(options, config=elsewhere))
     assert together.report.tokenised_now and rows(together) == rows(alone)
     with pytest.raises(DataError, match="no such folder"):
         open_dataset(replace(options, tokenizer=str(tmp_path / "no")))
@@ -261,7 +264,9 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
         "from hybrid5d.data.dataset import DataOptions, open_dataset\n"  # getrusage would count the parent's peak
         "peak = lambda: int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) // 1024\n"
         "before = peak()\n"
-        f"d = open_dataset(DataOptions('text', {files}, 512, 259, cache_dir={str(tmp_path / 'c')!r}))\n"
+        "from hybrid5d.config.schema import DataConfig\n"
+        f"c = DataConfig(type='text', cache_dir={str(tmp_path / 'c')!r})\n"
+        f"d = open_dataset(DataOptions(c, {files}, 512, 259))\n"
         "print(d.report.tokens, peak() - before)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
@@ -278,7 +283,9 @@ def test_data_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello")
     code = (
         "import sys; from hybrid5d.data import build, dataset\n"
-        f"options = dataset.DataOptions('text', ({str(tmp_path / 'a.txt')!r},), 8, 259, cache_dir={str(tmp_path)!r})\n"
+        "from hybrid5d.config.schema import DataConfig\n"
+        f"config = DataConfig(type='text', cache_dir={str(tmp_path)!r})\n"
+        f"options = dataset.DataOptions(config, ({str(tmp_path / 'a.txt')!r},), 8, 259)\n"
         "dataset.open_dataset(options)\n"
         "print([m for m in ('torch', 'transformers', 'tokenizers', 'pyarrow') if m in sys.modules])"
     )
