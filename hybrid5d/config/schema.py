@@ -103,6 +103,11 @@ class RunnerConfig(Block):
         ge=1,
         unread="only enable_dynamic_batch_size reads it",
     )
+    cpu_backend: Literal["auto", "shm", "gloo"] = key(
+        "gloo",
+        "collectives on CPU: gloo, shm (shared memory, one host), auto (shm for groups on one host)",
+        to="cpu_backend",
+    )
     logger: LoggerConfig = key(LoggerConfig, "trackers")
 
 

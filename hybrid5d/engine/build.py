@@ -67,7 +67,7 @@ def initialize(plan: RunPlan, layers: LayerFactory | None = None) -> Engine:
         raise ConfigErrors(
             [ConfigError("actor.model.model_path", None, "training needs the model's config.json", "name a folder")]
         )
-    ensure_distributed(plan.config.actor.megatron.distributed_timeout_minutes)
+    ensure_distributed(plan.config.actor.megatron.distributed_timeout_minutes, plan.config.runner.cpu_backend)
     device = current_device()
     _refuse_at_run_time(plan, spec, device)
     ctx = ParallelContext.create(plan.layout, plan.sequence_parallel)

@@ -62,6 +62,7 @@ def told(found: Translation | RunPlan, word: str) -> list[str]:
 
 WRONG = {
     "runner.logger.log_path": [["logs"], True],
+    "runner.cpu_backend": ["mpi", None, True],
     **{f"data.{shape}_key": [["a"], None] for shape in ("messages", "prompt", "response")},
     **{f"data.{shape}_key": [{"a": 1}, True] for shape in ("instruction", "input", "output")},
     "data.train_on": ["user", None, True],
@@ -313,3 +314,19 @@ def test_timeout_holds_for_every_group(tmp_path: Path, monkeypatch: pytest.Monke
     later = [c10d._get_default_timeout(c10d.Backend(b)) for b in ("gloo", "nccl")]  # what new_group gives
     assert [*caught.value.args, *later] == [datetime.timedelta(seconds=90)] * 3
     assert translated(tmp_path).to_dict()["engine"]["distributed_timeout_minutes"] == 10  # RLinf's default
+
+
+@pytest.mark.parametrize("word, backend", [("gloo", "gloo"), ("shm", "shm"), ("auto", "shm_or_gloo")])
+def test_cpu_backend_names_what_the_group_is_made_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, backend: str
+) -> None:
+    from hybrid5d.engine import build
+    from hybrid5d.engine.deepspeed import distributed
+
+    def stop(name: str, **_: Any) -> None:
+        raise InterruptedError(name)
+
+    monkeypatch.setattr(distributed.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(distributed.dist, "init_process_group", stop)
+    with pytest.raises(InterruptedError, match=f"^{backend}$"):
+        build.initialize(run_of(tmp_path, runner__cpu_backend=word))

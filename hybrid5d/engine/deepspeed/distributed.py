@@ -9,12 +9,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from hybrid5d.shared_memory import SHM, SHM_OR_GLOO
 
-def ensure_distributed(timeout_minutes: float = 10.0) -> None:
+_BACKENDS = {"gloo": "gloo", "shm": SHM, "auto": SHM_OR_GLOO}
+
+
+def ensure_distributed(timeout_minutes: float = 10.0, cpu_backend: str = "gloo") -> None:
     """Make sure torch.distributed and DeepSpeed's communication layer are up; does nothing where they are.
 
     Under a launcher (RANK, WORLD_SIZE, MASTER_ADDR set) the default group joins all ranks: NCCL where CUDA is there,
-    else gloo. Without one this process is a world of one. `timeout_minutes` holds for it and every group made later.
+    else `cpu_backend` (gloo, shm or auto, see `hybrid5d.shared_memory`). Without one this process is a world of one.
+    `timeout_minutes` holds for it and every group made later.
 
     DeepSpeed's CPU shared-memory op is switched off first (deepspeed.md: The shared-memory op).
     """
@@ -23,7 +28,7 @@ def ensure_distributed(timeout_minutes: float = 10.0) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     os.environ.setdefault("LOCAL_RANK", os.environ.get("RANK", "0"))  # DeepSpeed's PipelineModule reads it
     if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        backend = "nccl" if torch.cuda.is_available() else _BACKENDS[cpu_backend]
         timeout = datetime.timedelta(minutes=timeout_minutes)
         # For the groups that DeepSpeed makes without one (deepspeed.md: Timeouts).
         c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
