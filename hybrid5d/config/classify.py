@@ -59,6 +59,7 @@ class Classifier:
     def __init__(self, keys: KeyReport):
         self.keys = keys
         self.errors: list[ConfigError] = []
+        self._unknown_blocks: set[str] = set()
 
     def run(self) -> None:
         """Sort all keys."""
@@ -89,7 +90,8 @@ class Classifier:
         top = path.split(".")[0]
         near = trees.nearest(top, RunConfig.model_fields)
         self._invalidate(path, value, "unknown block", near)
-        if all(e.key != top for e in self.errors):
+        if top not in self._unknown_blocks:
+            self._unknown_blocks.add(top)
             fix = f"did you mean {near}?" if near else f"known blocks: {', '.join(RunConfig.model_fields)}"
             self._fault(top, None, "unknown block", fix)
 
