@@ -221,7 +221,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     """The `actor` folder meant by a path: itself, a `global_step_N` folder, or a `checkpoints` folder (its newest).
 
     Raises:
-        CheckpointError: it is not there, or not whole.
+        CheckpointError: it is not there, or its manifest cannot be read.
     """
     path = Path(path)
     old = path.with_name(path.name + ".old")
@@ -236,6 +236,13 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
         if not steps:
             raise CheckpointError(f"{path} holds no complete checkpoint (no {ACTOR}/{MANIFEST} below it)")
         folder = steps[0][1] / ACTOR
+    read_manifest(folder)
+    return folder
+
+
+def whole_checkpoint(path: str | os.PathLike[str]) -> Path:
+    """`find_checkpoint` for going on from it: every file is needed. Raises CheckpointError."""
+    folder = find_checkpoint(path)
     if faults := faults_of(folder):
         raise CheckpointError("\n".join(faults))
     return folder
@@ -271,7 +278,7 @@ def resolve_resume(resume_dir: str | None, root: Path, damaged: Collection[Path]
     if resume_dir is None:
         return Resume()
     if resume_dir != "auto":
-        return Resume(find_checkpoint(resume_dir))
+        return Resume(whole_checkpoint(resume_dir))
     passed: list[str] = []
     for step, folder in checkpoints(root):
         faults = [f"{folder}: its content is damaged"] if folder / ACTOR in damaged else faults_of(folder / ACTOR)

@@ -158,7 +158,7 @@ def load_checkpoint(state: TrainState, directory: str | Path) -> Manifest:
             on all ranks, with nothing overwritten.
     """
     axis, access = world_axis(), state.optimizer
-    folder = together(axis, lambda: files.find_checkpoint(directory))
+    folder = together(axis, lambda: files.whole_checkpoint(directory))
     manifest = together(axis, lambda: files.read_manifest(folder))
     _check_fit(state, folder, manifest)
     mine = sorted(manifest.files)[axis.rank :: axis.size]
