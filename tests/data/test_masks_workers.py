@@ -212,8 +212,10 @@ def test_a_script_without_a_guard(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": f"row {n}"}) + "\n" for n in range(600)))
     script = tmp_path / "script.py"
     script.write_text(
-        "from hybrid5d.data.dataset import open_dataset\n"
-        f"o = DataOptions('text', ({str(tmp_path / 'x.jsonl')!r},), 64, 300)\n"
+        "from hybrid5d.config.schema import DataConfig\n"
+        "from hybrid5d.data.dataset import DataOptions, open_dataset\n"
+        f"c = DataConfig(type='text', cache_dir={str(tmp_path / 'c')!r}, num_workers=2)\n"
+        f"o = DataOptions(c, ({str(tmp_path / 'x.jsonl')!r},), 64, 300)\n"
         "print('rows', len(open_dataset(o)))\n"
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
