@@ -59,7 +59,7 @@ def test_a_chat_with_the_export_has_the_prompt_of_the_training(tmp_path: Path, n
         tmp_path, data__chat_template=str(tmp_path / "t.jinja"), actor__tokenizer={"tokenizer_model": str(own)}
     )
     trained = load_tokenizer(str(own), model_vocab_size=259, chat_template=OWN)
-    (text,) = trained.render([CHAT])  # type: ignore[union-attr]
+    text = trained.render(CHAT)  # type: ignore[union-attr]
     assert prompt(out) == (text, trained.encode_batch([text])[0].tolist()) and text == "<user>ab|<assistant>c|"
     assert prompt(out)[1] != prompt(tmp_path / "model")[1]
     assert transformers.AutoTokenizer.from_pretrained(out).chat_template == OWN  # no template by another name is left
