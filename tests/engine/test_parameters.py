@@ -94,7 +94,7 @@ def _padding_rank(rank: int, layout: Layout, folder: str, rows: list[Document]) 
     """Poison the vocabulary's padding rows before DeepSpeed takes its fp32 copies."""
     from hybrid5d.engine import build as module_under_test
 
-    load, poisoned = module_under_test.load_start_weights, []
+    load, poisoned = module_under_test.load_hf_weights, []
 
     def load_and_poison(module: torch.nn.Module, *args: Any) -> None:
         load(module, *args)
@@ -105,7 +105,7 @@ def _padding_rank(rank: int, layout: Layout, folder: str, rows: list[Document]) 
                     param[piece.length :] = 10.0
                 poisoned.append((param, piece))
 
-    module_under_test.load_start_weights = load_and_poison
+    module_under_test.load_hf_weights = load_and_poison
     engine = build_engine(layout, SGD, folder, len(rows))
     result = engine.train_batch(step_batch(rows, layout.dp, engine.ctx.dp.rank, 1))
     untouched = all(bool((p[piece.length :] == 10.0).all()) for p, piece in poisoned)
