@@ -39,11 +39,12 @@ class Job:
         where: what the rank is doing, for messages ("step 2").
     """
 
-    def __init__(self, env: LaunchEnv, root: Path | None = None):
+    def __init__(self, env: LaunchEnv, root: Path | None = None, *, started: bool = False):
+        """`started`: by `hybrid5d train`, whose end ends a single process too (a shell's does not)."""
         self.env = env
         self.where = "start"
         parent = psutil.Process().ppid()
-        self.ancestors = _launch_processes(parent) if env.world_size > 1 else []
+        self.ancestors = _launch_processes(parent) if env.world_size > 1 or started else []
         name = f"{_PREFIX}{os.getuid()}-{parent}-{_started(parent)}"
         self.folder = (root or Path(tempfile.gettempdir())) / name
         self.joined = False

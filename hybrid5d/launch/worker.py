@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         job = Job(LaunchEnv.read(os.environ))  # first, so that all ranks know which of them prints a refusal
         args = parse(sys.argv[1:] if argv is None else argv)
-        job = Job(LaunchEnv.read(os.environ, args.local_rank))
+        job = Job(LaunchEnv.read(os.environ, args.local_rank), started=args.run_dir is not None)
         plan, notices = _plan(args, job.env)
         job.join()
         from hybrid5d.launch.run import evaluate, train  # imports numpy, and torch in the end
