@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -29,6 +29,7 @@ class Draft:
         world_size: processes; None: not known.
         gpus_per_node: None: the launcher knows, and only counts matter.
         invalid: keys and blocks without a usable value.
+        unchecked: what rules that lack a number of the model write down instead, with the values that would be legal.
     """
 
     config: RunConfig
@@ -36,6 +37,7 @@ class Draft:
     purpose: Purpose = "translate"
     gpus_per_node: int | None = None
     invalid: Collection[str] = ()
+    unchecked: list[str] = field(default_factory=list)
 
     @cached_property
     def unknown(self) -> set[str]:

@@ -106,15 +106,31 @@ def weight_files(draft: Draft) -> list[ConfigError]:
 
 @reads("model", _TP)
 def heads(draft: Draft) -> list[ConfigError]:
-    """Heads and MLP width against tp."""
-    return head_rules(draft.config.actor.model, draft.reading.numbers)
+    """Heads, MLP width and vocabulary against tp."""
+    model, numbers = draft.config.actor.model, draft.reading.numbers
+    tp, key = model.tensor_model_parallel_size, f"tensor_model_parallel_size={model.tensor_model_parallel_size}"
+    if tp > 1 and numbers.num_attention_heads is None:
+        legal = f"multiples of {tp} ({tp}, {2 * tp}, {3 * tp}, ...)"
+        draft.unchecked.append(f"num_attention_heads with {key}: legal are {legal}")
+    if tp > 1 and numbers.num_key_value_heads is None:
+        fewer = ", ".join(str(d) for d in range(1, tp) if tp % d == 0)
+        draft.unchecked.append(f"num_key_value_heads with {key}: legal are multiples of {tp}, and {fewer} (replicated)")
+    if tp > 1 and numbers.vocab_size is None:
+        draft.unchecked.append(f"vocabulary with {key}: any size is legal, it is padded to a multiple of {tp}")
+    return head_rules(model, numbers)
 
 
 @reads("model", "world_size", "cluster.num_nodes", _TP, _CP, f"{_M}cp_comm_type",
        f"{_M}hierarchical_context_parallel_sizes")  # fmt: skip
 def ulysses(draft: Draft) -> list[ConfigError]:
     """Heads against cp."""
-    return ulysses_rules(draft.config.actor.model, draft.reading.numbers, ranks_per_node(draft.config, draft.world))
+    model, cp = draft.config.actor.model, draft.config.actor.model.context_parallel_size
+    if cp > 1 and model.cp_comm_type == "a2a" and draft.reading.numbers.num_attention_heads is None:
+        draft.unchecked.append(
+            f"heads with cp_comm_type a2a, context_parallel_size={cp}: query heads per tp rank must divide by {cp}, "
+            f"kv heads per tp rank must be a multiple or a divisor of {cp}"
+        )
+    return ulysses_rules(model, draft.reading.numbers, ranks_per_node(draft.config, draft.world))
 
 
 def head_rules(model: ModelConfig, numbers: ModelNumbers) -> list[ConfigError]:
@@ -181,6 +197,10 @@ def recompute_layers(draft: Draft) -> list[ConfigError]:
 @reads("model", _PP, f"{_M}decoder_first_pipeline_num_layers", f"{_M}decoder_last_pipeline_num_layers")
 def stages(draft: Draft) -> list[ConfigError]:
     """Every stage has work."""
+    pp = draft.config.actor.model.pipeline_model_parallel_size
+    if pp > 1 and draft.reading.numbers.num_layers is None:
+        legal = f"legal from {max(pp - 2, 1)} decoder layers on (uneven too)"
+        draft.unchecked.append(f"num_layers with pipeline_model_parallel_size={pp}: {legal}")
     return draft.stage_errors
 
 

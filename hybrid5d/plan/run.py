@@ -17,7 +17,6 @@ from hybrid5d.plan.layout import ParallelLayout
 from hybrid5d.plan.lr import LRSchedule, build_schedule
 from hybrid5d.plan.notices import plan_notices
 from hybrid5d.plan.rules import RULES, RUN_RULES
-from hybrid5d.plan.unchecked import unchecked_rules
 
 
 @dataclass(frozen=True)
@@ -103,8 +102,16 @@ def _plan(draft: Draft) -> RunPlan:
         recompute=_recompute(config),
         emitted=draft.deepspeed,
         notices=plan_notices(draft),
-        unchecked=tuple(unchecked_rules(config, draft.reading.numbers)),
+        unchecked=_unchecked(draft),
     )
+
+
+def _unchecked(draft: Draft) -> tuple[str, ...]:
+    if not draft.unchecked:
+        return ()
+    first, *rest = draft.unchecked
+    folder = draft.config.actor.model.model_path or "no model_path"
+    return f"{first}. The model folder ({folder}) is not here; give --model DIR to check", *rest
 
 
 def _recompute(config: RunConfig) -> RecomputePlan:
