@@ -1,13 +1,14 @@
 """Files and folders that appear whole or not at all: written beside their place, flushed to disk, then renamed.
 
-The one atomic writer of the package. A crash at any line leaves what was there before, or the new thing, and perhaps a
-`NAME.tmp` or `NAME.old` beside it; the next write of NAME removes both.
+The one atomic writer of the package, and the checksum that readers compare. A crash at any line leaves what was there
+before, or the new thing, and perhaps a `NAME.tmp` or `NAME.old` beside it; the next write of NAME removes both.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,3 +85,12 @@ def replacing(target: str | Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def crc32_of(path: Path) -> int:
+    """CRC-32 of a file's content, read in blocks."""
+    value = 0
+    with open(path, "rb") as f:
+        while block := f.read(1 << 24):
+            value = zlib.crc32(block, value)
+    return value

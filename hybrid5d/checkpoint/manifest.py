@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from math import prod
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid5d.errors import CheckpointError
+from hybrid5d.files import crc32_of
 from hybrid5d.plan.cut import Cut
 
 FORMAT = 1
@@ -162,15 +162,6 @@ def file_faults(folder: Path, manifest: Manifest, names: Iterable[str] | None = 
                 f"{folder / name} has {size} bytes, not the {wanted} that were written: truncated or replaced"
             )
     return faults
-
-
-def crc32_of(path: Path) -> int:
-    """CRC-32 of a file's content."""
-    value = 0
-    with open(path, "rb") as f:
-        while chunk := f.read(1 << 24):
-            value = zlib.crc32(chunk, value)
-    return value
 
 
 def content_faults(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 
 from hybrid5d.data.types import IGNORE_INDEX
+from hybrid5d.files import crc32_of
 
 FORMAT_VERSION = 2
 Targets = Literal["all", "mask", "labels"]
@@ -100,7 +100,7 @@ class StoreWriter:
             "targets": self.targets,
             "num_samples": len(self._offsets) - 1,
             "num_tokens": self._offsets[-1],
-            "crc32": {p.name: crc32(p) for p in sorted(self.folder.iterdir())},
+            "crc32": {p.name: crc32_of(p) for p in sorted(self.folder.iterdir())},
         }
         with open(self.folder / "meta.json", "w", encoding="utf-8") as f:
             json.dump(body, f, indent=1)
@@ -151,7 +151,7 @@ def open_store(folder: Path) -> TokenStore | None:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         if meta["format"] != FORMAT_VERSION:
             return None
-        if any(crc32(folder / name) != value for name, value in meta["crc32"].items()):
+        if any(crc32_of(folder / name) != value for name, value in meta["crc32"].items()):
             return None
         num_tokens, num_samples = int(meta["num_tokens"]), int(meta["num_samples"])
         tokens = _open_flat(folder / "tokens.bin", token_dtype(meta["vocab_size"]), num_tokens)
@@ -167,15 +167,6 @@ def open_store(folder: Path) -> TokenStore | None:
     if offsets.shape != (num_samples + 1,) or samples.shape != (num_samples, 3) or int(offsets[-1]) != num_tokens:
         return None
     return TokenStore(tokens, extra, offsets, samples, documents, meta)
-
-
-def crc32(path: Path) -> int:
-    """Of a file's bytes, read in blocks."""
-    value = 0
-    with open(path, "rb") as f:
-        while block := f.read(1 << 22):
-            value = zlib.crc32(block, value)
-    return value
 
 
 def _open_flat(path: Path, dtype: np.dtype[Any], count: int) -> np.ndarray:

@@ -18,7 +18,6 @@ from hybrid5d.checkpoint.manifest import (
     StoredFile,
     StoredTensor,
     checkpoints,
-    crc32_of,
     describe_layout,
     file_faults,
     find_checkpoint,
@@ -27,6 +26,7 @@ from hybrid5d.checkpoint.manifest import (
     uncovered,
 )
 from hybrid5d.errors import CheckpointError
+from hybrid5d.files import crc32_of
 
 
 def manifest(**changes: object) -> Manifest:
