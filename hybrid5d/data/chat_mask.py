@@ -7,7 +7,7 @@ rendering the same conversation with a mark in place of what an assistant says a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -18,26 +18,12 @@ import numpy as np
 from hybrid5d.data.conversations import Conversation, Message
 
 Span = tuple[int, int]
-_MOST_SHAPES = 1024
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-@dataclass(frozen=True)
-class _Marks:
-    """Texts that stand for contents while a template is rendered."""
-
-    salt: int = 7
-
-    @classmethod
-    def absent_from(cls, text: str) -> _Marks:
-        """Marks that the text does not hold: a user may have written the usual ones."""
-        return cls(next(n for n in count(7) if f"Zq{n}turn" not in text))
-
-    def __call__(self, place: int) -> str:
-        return f"Zq{self.salt}turn{place}xJ5"
-
-    def find(self, text: str) -> Iterator[re.Match[str]]:
-        return re.finditer(rf"Zq{self.salt}turn(\d+)xJ5", text)
+def _mark(text: str = "") -> str:
+    """A content that the text does not hold: a user may have written the usual one."""
+    return next(mark for n in count(7) if (mark := f"Zq{n}turnxJ5") not in text)
 
 
 class TemplateError(ValueError):
@@ -63,19 +49,15 @@ class TemplateProfile:
 
     Attributes:
         tagged: the template marks its assistant turns with `{% generation %}`; nothing else is then needed.
-        closing: text after the answer at the end of a conversation.
-        closings: beginnings of `closing` that may be an end-of-turn mark on their own, longest first.
+        closings: beginnings of what follows the last answer that may be an end-of-turn mark, longest first.
         prompts: the template has a generation prompt.
         lead: white space between the prompt and the answer: the model writes it, too.
-        plain: nothing but `lead` stands between the prompt and the answer.
     """
 
     tagged: bool
-    closing: str
     closings: tuple[str, ...]
     prompts: bool
     lead: str
-    plain: bool
 
 
 def probe_template(renderer: Renderer) -> TemplateProfile:
@@ -83,8 +65,8 @@ def probe_template(renderer: Renderer) -> TemplateProfile:
     if not renderer.template:
         raise TemplateError("the tokenizer has no chat template. Fix: set data.chat_template to a Jinja file")
     if _GENERATION_TAG.search(renderer.template):
-        return TemplateProfile(True, "", (), True, "", False)
-    mark = _Marks()(0)
+        return TemplateProfile(True, (), True, "")
+    mark = _mark()
     question = [{"role": "user", "content": "Zq7question"}]
     try:
         text, bare = renderer.render([*question, {"role": "assistant", "content": mark}]), renderer.render(question)
@@ -99,11 +81,9 @@ def probe_template(renderer: Renderer) -> TemplateProfile:
     lead = gap if gap.isspace() else ""
     return TemplateProfile(
         tagged=False,
-        closing=closing,
         closings=_possible_marks(closing, renderer.special_tokens),
         prompts=prompts,
         lead=lead,
-        plain=not prompts or prompted + lead == head,
     )
 
 
@@ -116,17 +96,11 @@ def _possible_marks(closing: str, special_tokens: tuple[str, ...]) -> tuple[str,
 
 
 class TurnFinder:
-    """Finds the assistant's turns in what a template makes of conversations.
-
-    The quick way knows the template's text around each message: one rendering a *shape* (the sequence of roles) with a
-    mark in place of every content. A conversation whose text is not exactly that frame around its contents gets a frame
-    of its own, with marks for its answers alone; if that does not fit either, each turn is searched for by itself.
-    """
+    """Finds the assistant's turns in what a template makes of conversations, each turn by itself."""
 
     def __init__(self, renderer: Renderer):
         """Raises TemplateError where the template cannot be measured."""
         self._renderer, self._profile = renderer, probe_template(renderer)
-        self._shapes: dict[tuple[str, ...], _Frame | None] = {}
 
     def find(self, conversation: Conversation, turns: list[int]) -> tuple[str, list[Span]]:
         """Text of the conversation, and the spans of characters of `turns` with their end-of-turn marks.
@@ -138,83 +112,8 @@ class TurnFinder:
             text, spans = self._renderer.render_generation_spans(messages, **options)
             return text, _chosen(spans, messages, turns)
         text = self._renderer.render(messages, **options)
-        return text, self._spans(conversation, turns, text)
-
-    def _spans(self, conversation: Conversation, turns: list[int], text: str) -> list[Span]:
-        messages, options = conversation.messages, conversation.options
-        answers = all(messages[i]["role"] == "assistant" and not messages[i].get("tool_calls") for i in turns)
-        if self._profile.plain and answers and not options:
-            for frame in self._frames(messages, turns, text):
-                spans = None if frame is None else frame.spans(text, messages, turns, self._profile)
-                if spans is not None:
-                    return spans
         render = partial(self._renderer.render, **options)
-        return [_span_of_turn(render, self._profile, messages, turn, text) for turn in turns]
-
-    def _frames(self, messages: list[Message], turns: list[int], text: str) -> Iterator[_Frame | None]:
-        yield self._frame_of_shape(messages, turns)
-        yield self._frame(messages, turns, turns, _Marks.absent_from(text))
-
-    def _frame_of_shape(self, messages: list[Message], turns: list[int]) -> _Frame | None:
-        if any(len(m) > 2 for m in messages):  # more than role and content: nothing that its roles alone decide
-            return None
-        shape = tuple(m["role"] for m in messages)
-        if shape in self._shapes:
-            return self._shapes[shape]
-        try:
-            frame = self._frame(messages, list(range(len(messages))), turns, _Marks())
-        except Exception:  # a template may want other contents than marks; its own frame will tell
-            frame = None
-        if len(self._shapes) < _MOST_SHAPES:
-            self._shapes[shape] = frame
-        return frame
-
-    def _frame(self, messages: list[Message], marked: list[int], turns: list[int], marks: _Marks) -> _Frame | None:
-        """The text around the contents of the `marked` messages; None where an answer is not there exactly once."""
-        contents = {i: {**messages[i], "content": marks(i)} for i in marked}
-        text = self._renderer.render([contents.get(i, m) for i, m in enumerate(messages)])
-        literals, places, rest = [], [], 0
-        for found in marks.find(text):
-            literals.append(text[rest : found.start()])
-            places.append(int(found[1]))
-            rest = found.end()
-        if [p for p in places if p in turns] != turns or len(set(places)) != len(places):
-            return None
-        return _Frame(tuple(literals), tuple(places), text[rest:])
-
-
-@dataclass(frozen=True)
-class _Frame:
-    """A rendered conversation with holes: `literals[k]`, then the content of message `places[k]`, ..., `tail`."""
-
-    literals: tuple[str, ...]
-    places: tuple[int, ...]
-    tail: str
-
-    def spans(
-        self, text: str, messages: list[Message], turns: list[int], profile: TemplateProfile
-    ) -> list[Span] | None:
-        """The answers' spans, if `text` is the frame with each hole filled by its content, trimmed or not.
-
-        All of the text must be accounted for, up to the last character: nothing is guessed.
-        """
-        if not self.places or not text.startswith(self.literals[0]):
-            return None
-        spans: list[Span] = []
-        start = len(self.literals[0])
-        for place, before, after in zip(self.places, self.literals, (*self.literals[1:], self.tail)):
-            content = messages[place]["content"]
-            for filled in (content, content.strip(), content.rstrip(), content.lstrip()):
-                if text.startswith(filled, start) and text.startswith(after, start + len(filled)):
-                    break
-            else:
-                return None
-            end = start + len(filled)
-            if place in turns:
-                lead = len(profile.lead) if before.endswith(profile.lead) else 0
-                spans.append((start - lead, end + _closing_length(after, profile)))
-            start = end + len(after)
-        return spans if start == len(text) else None
+        return text, [_span_of_turn(render, self._profile, messages, turn, text) for turn in turns]
 
 
 def _closing_length(after: str, profile: TemplateProfile) -> int:
@@ -237,12 +136,12 @@ def _chosen(spans: list[Span], messages: list[Message], turns: list[int]) -> lis
 def _span_of_turn(
     render: Callable[..., str], profile: TemplateProfile, messages: list[Message], turn: int, text: str
 ) -> Span:
-    """The span of one turn, for templates that look into the answer (reasoning, tools) or add to it.
+    """The span of one turn.
 
     Rendered with a mark as this answer alone, the text around the mark is the text around the answer, unless the
     template decides by the answer's content; then what the conversation looks like before and after the turn tells.
     """
-    mark = _Marks.absent_from(text)(turn)
+    mark = _mark(text)
     marked = [{**m, "content": mark} if i == turn else m for i, m in enumerate(messages)]
     skeleton = render(marked)
     before, found, after = skeleton.partition(mark)

@@ -10,13 +10,11 @@ import hashlib
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hybrid5d.data.byte_lengths import ByteLengths, byte_lengths
 from hybrid5d.data.chat_mask import Span, span_mask
 from hybrid5d.errors import DataError
 
@@ -104,10 +102,6 @@ class FastTokenizer:
         added = {t.content for t in hf.added_tokens_decoder.values()} | set(hf.all_special_tokens)
         self.special_tokens: tuple[str, ...] = tuple(sorted(added, key=lambda t: (-len(t), t)))
 
-    @cached_property
-    def _lengths(self) -> ByteLengths | None:
-        return byte_lengths(self._rust)
-
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, nothing added."""
         encodings = self._rust.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -121,17 +115,6 @@ class FastTokenizer:
         self, texts: Sequence[str], spans: Sequence[list[Span]]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(ids [n], mask [n] uint8) of each text: 1 for a token with a character of the text's spans."""
-        if self._lengths is None:
-            yield from self._by_offsets(texts, spans)
-            return
-        for text, marked, ids in zip(texts, spans, self.encode_batch(texts), strict=True):
-            mask = self._lengths.mask(text, ids, marked)
-            if mask is None:
-                yield from self._by_offsets([text], [marked])
-            else:
-                yield ids, mask
-
-    def _by_offsets(self, texts: Sequence[str], spans: Sequence[list[Span]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for e, marked in zip(self._rust.encode_batch(list(texts), add_special_tokens=False), spans, strict=True):
             ids = np.array(e.ids, dtype=np.int32)
             yield ids, span_mask(e, len(ids), marked)
