@@ -54,7 +54,8 @@ Files = Annotated[tuple[File, ...], BeforeValidator(_as_list)]
 Precision = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_precision)]
 
 
-def key(default: Any, description: str, unit: str = "", *, to: str = "", unread: str = "", **limits: Any) -> Any:
+def key(default: Any, description: str, unit: str = "", *, to: str = "", unread: str = "", only: str = "",
+        **limits: Any) -> Any:  # fmt: skip
     """A schema field.
 
     Args:
@@ -62,9 +63,12 @@ def key(default: Any, description: str, unit: str = "", *, to: str = "", unread:
         to: the part of our engine that reads the value as it stands. Without one, the plan says what it makes of the
             key (`plan.emitted`): part of the DeepSpeed config, or of a value of ours.
         unread: why the value has no effect where the plan makes nothing of it.
+        only: the kind of run that reads it: `rl`, or `critic` (an RL run with a critic).
         limits: pydantic's `ge`, `gt`, ...
     """
-    extra: Any = {name: text for name, text in (("unit", unit), ("to", to), ("unread", unread)) if text} or None
+    extra: Any = {
+        name: text for name, text in (("unit", unit), ("to", to), ("unread", unread), ("only", only)) if text
+    } or None
     if isinstance(default, type):
         return Field(default_factory=default, description=description, json_schema_extra=extra, **limits)
     return Field(default=default, description=description, json_schema_extra=extra, **limits)

@@ -33,13 +33,29 @@ TRACKERS: dict[str, str | None] = {"tensorboard": "tensorboard", "wandb": "wandb
 
 # Why a key has no effect in a run that makes nothing of it
 _RL_ONLY = "only RLinf's RL batch arithmetic reads it (runner.task_type of an RL task, data.rollout_batch_size)"
-_RL_LOSS = "belongs to the RL loss; hybrid5d's loss is set by actor.loss_normalization"
+_NO_RL = "only an RL run reads it (runner.task_type of an RL task with data.rollout_batch_size)"
+NO_CRITIC = "critic.use_critic_model is false"
 _FULL_ONLY = "only recompute_granularity full reads it"
 _ADAM_ONLY = "only adam reads it"
 _DYNAMIC = "only a dynamic fp16 loss scale reads it"
 _NO_OFFLOAD = "nothing is offloaded: it takes the switch and a fraction above 0"
 _DECAYING = "lr_decay_style constant does not read it"
 _WSD_ONLY = "only lr_decay_style WSD reads it"
+
+
+def _rl(default: Any, description: str, unit: str = "", *, to: str, **limits: Any) -> Any:
+    """A key that only an RL run reads."""
+    return key(default, description, unit, to=to, only="rl", unread=_NO_RL, **limits)
+
+
+def _alg(name: str, default: Any, description: str, unit: str = "", **limits: Any) -> Any:
+    """A key of the RL step, shown under its own name."""
+    return _rl(default, description, unit, to=f"algorithm.{name}", **limits)
+
+
+def _critic(default: Any, description: str, unit: str = "", *, to: str, **limits: Any) -> Any:
+    """A key that only a run with a critic reads."""
+    return key(default, description, unit, to=to, only="critic", unread=NO_CRITIC, **limits)
 
 
 class ClusterConfig(Block):
@@ -114,22 +130,30 @@ class RunnerConfig(Block):
 class DataConfig(Block):
     """What is read, and how rows are made of it."""
 
-    type: str = key("tokens", "text | tokens | chat (RLinf's own types are translated, not trained)", to="data.type")
+    type: str = key(
+        "tokens",
+        "text | tokens | chat; RL: rollouts (files with responses) | prompts (RLinf: math, ...)",
+        to="data.type",
+    )
     train_data_paths: Files | None = key(None, "files, folders or globs to train on", "paths", to="data.train")
     val_data_paths: Files | None = key(None, "files, folders or globs to evaluate on", "paths", to="data.val")
     shuffle: Bool = key(True, "new row order each epoch, a function of (seed, epoch)", to="data.shuffle")
     seed: Int = key(42, "seed of the row order", ge=0, to="data_seed")
     num_workers: Int = key(0, "processes that tokenise; 0: in the caller", "processes", ge=0, to="data.num_workers")
     rollout_batch_size: Int | None = key(None, "RL: prompts per RL step", "prompts", ge=1, unread=_RL_ONLY)
-    max_prompt_length: Int | None = key(
-        None,
-        "RL: width of the prompt part of a row",
-        "tokens",
-        ge=1,
-        unread="width of RLinf's left-padded prompts; our rows are not padded that way",
+    max_prompt_length: Int | None = _rl(
+        None, "RL: longest prompt; null: what runner.seq_length leaves beside max_new_tokens", "tokens", ge=1,
+        to="data.max_prompt_length",
+    )  # fmt: skip
+    filter_prompt_by_length: Bool = _rl(
+        True, "RL: longer prompts are left out and counted; false: refused. None is cut", to="data.filter_prompts"
+    )
+    answer_key: str = _rl("answer", "RL: field of the right answer, a value or a list of them", to="data.answer_key")
+    apply_chat_template: Bool | None = _rl(
+        None, "RL: a prompt becomes the user's turn; null: where the tokenizer has a template", to="data.chat_prompts"
     )
     messages_key: str = key("messages", "chat: field that holds the list of turns", to="data.messages_key")
-    prompt_key: str = key("prompt", "chat: field of a single prompt", to="data.prompt_key")
+    prompt_key: str = key("prompt", "chat, RL: field of a single prompt", to="data.prompt_key")
     response_key: str = key("response", "chat: field of its answer", to="data.response_key")
     instruction_key: str = key("instruction", "chat: field of the instruction (Alpaca form)", to="data.instruction_key")
     input_key: str = key("input", "chat: field of the instruction's input (Alpaca form)", to="data.input_key")
@@ -156,34 +180,114 @@ class DataConfig(Block):
 
 
 class SamplingConfig(Block):
-    """The one sampling value that RLinf also uses in training."""
+    """How responses are generated. The temperature is that of every log-prob and loss of an RL run too."""
 
-    temperature: Float = key(
-        1.0, "RLinf divides the training logits by it; ours are never divided", gt=0, unread=_RL_LOSS
+    do_sample: Bool = _rl(True, "false: the likeliest token", to="sampling.do_sample")
+    temperature: Float = _rl(
+        1.0, "what logits are divided by: sampling, log-probs, loss, entropy", gt=0, to="sampling.temperature"
     )
+    top_k: Int = _rl(-1, "sample from so many tokens; -1, 0 or the vocabulary's size and more: off", ge=-1,
+                     to="sampling.top_k")  # fmt: skip
+    top_p: Float = _rl(1.0, "sample from the likeliest tokens of this total probability", gt=0, le=1,
+                       to="sampling.top_p")  # fmt: skip
+    repetition_penalty: Float = _rl(
+        1.0, "divides (multiplies, below 0) logits of tokens that were seen; 1: off", gt=0,
+        to="sampling.repetition_penalty",
+    )  # fmt: skip
+    max_new_tokens: Int | None = _rl(
+        None, "longest response; null: what runner.seq_length leaves beside data.max_prompt_length", "tokens", ge=1,
+        to="sampling.max_new_tokens",
+    )  # fmt: skip
+    min_new_tokens: Int = _rl(0, "no stop before so many", "tokens", ge=0, to="sampling.min_new_tokens")
+    stop_token_ids: tuple[Int, ...] = _rl((), "ids that end a response, beside the model's own",
+                                          to="sampling.stop_token_ids")  # fmt: skip
+    stop: Strings = _rl((), "texts that end a response", to="sampling.stop")
 
 
 class AlgorithmConfig(Block):
-    """RL: what decides batch sizes and the averaging of the loss."""
+    """RL: batch sizes, advantages, loss. What each value means: `hybrid5d.rl`."""
 
     group_size: Int = key(1, "sequences per prompt", "sequences", ge=1, unread=_RL_ONLY)
     n_minibatches: Int = key(1, "optimizer steps per RL step", "steps", ge=1, unread=_RL_ONLY)
     training_batch_size_per_gpu: Int = key(1, "micro-batch size per dp rank", "sequences", ge=1, unread=_RL_ONLY)
-    logprob_forward_micro_batch_size: Int | None = key(
-        None,
-        "sequences per log-prob forward pass; null: not checked",
-        "sequences",
-        ge=1,
-        unread="splits RLinf's log-prob pass; ours takes the rows it is given",
-    )
-    loss_agg_func: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = key(
-        "token-mean", "RLinf's averaging of the loss inside a micro-batch; ours averages over tokens", unread=_RL_LOSS
-    )
-    use_valid_token_scale: Bool = key(False, "RLinf's re-weighting by token counts", unread=_RL_LOSS)
+    logprob_forward_micro_batch_size: Int | None = _rl(
+        None, "sequences per dp rank and forward pass for log-probs; null: training_batch_size_per_gpu", "sequences",
+        ge=1, to="algorithm.logprob_forward_micro_batch_size",
+    )  # fmt: skip
     multi_agent: Bool = key(
         False, "prompts yield any number of sequences (RLinf: agentloop.is_dynamic_rollout_batch)", unread=_RL_ONLY
     )
-    sampling_params: SamplingConfig = key(SamplingConfig, "temperature")
+    recompute_logprobs: Bool = _alg(
+        "recompute_logprobs", True, "old log-probs by a forward pass with the RL step's first weights; false: those of "
+        "the rollout",
+    )  # fmt: skip
+    shuffle_rollout: Bool = _alg("shuffle_rollout", False, "rows in an order by (seed, RL step) before minibatches")
+    adv_type: Literal["grpo", "grpo_dynamic", "reinpp", "gae", "raw"] = _alg("adv_type", "grpo", "advantages")
+    advantage_mode: Literal["trajectory", "turn"] = _alg(
+        "advantage_mode", "trajectory", "grpo_dynamic: a group compares trajectories, or their rows"
+    )
+    normalize_advantages: Bool = _alg(
+        "normalize_advantages", False, "whiten advantages over the response tokens of the RL step"
+    )
+    gamma: Float = _alg("gamma", 1.0, "gae: discount", ge=0, le=1)
+    gae_lambda: Float = _alg("gae_lambda", 1.0, "gae: decay of later errors", ge=0, le=1)
+    use_reinpp_baseline: Bool = _alg("use_reinpp_baseline", False, "reinpp: subtract the group's mean reward first")
+    reinpp_kl_beta: Float = _alg("reinpp_kl_beta", 0.0, "reinpp: weight of the KL inside the reward", ge=0)
+    loss_type: Literal["actor"] = _alg("loss_type", "actor", "the clipped policy loss")
+    loss_agg_func: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = _alg(
+        "loss_agg_func", "token-mean", "what the loss is the mean of"
+    )
+    use_valid_token_scale: Bool = _alg(
+        "use_valid_token_scale", False, "times the optimizer step's part of the RL step's response tokens"
+    )
+    ratio_clip_eps: Float = _alg("ratio_clip_eps", 0.2, "clip of the ratio where low or high is null", ge=0)
+    clip_ratio_low: Float | None = _alg("clip_ratio_low", None, "ratio is held above 1 - this", ge=0)
+    clip_ratio_high: Float | None = _alg("clip_ratio_high", None, "ratio is held below 1 + this", ge=0)
+    clip_ratio_c: Float | None = _alg("clip_ratio_c", None, "dual clip: bound of the loss at negative advantages", gt=1)
+    clip_log_ratio_min: Float | None = _alg("clip_log_ratio_min", None, "log-ratio is held above it")
+    clip_log_ratio_max: Float | None = _alg("clip_log_ratio_max", None, "log-ratio is held below it")
+    kl_beta: Float = _alg("kl_beta", 0.0, "weight of the KL to the model of model_path in the loss", ge=0)
+    kl_penalty_type: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"] = _alg(
+        "kl_penalty_type", "low_var_kl", "estimator of the KL"
+    )
+    entropy_bonus: Float = _alg("entropy_bonus", 0.0, "weight of the entropy in the loss, with calculate_entropy", ge=0)
+    calculate_entropy: Bool = _alg("calculate_entropy", False, "entropy is a metric, and a bonus where one is set")
+    importance_sampling_fix: Bool = _alg(
+        "importance_sampling_fix", False, "advantages times the ratio of training to rollout probabilities"
+    )
+    importance_sampling_clip: Float | None = _alg("importance_sampling_clip", None, "upper bound of that ratio", gt=0)
+    early_stop_imp_ratio: Float | None = _alg(
+        "early_stop_imp_ratio", None, "an optimizer step whose mean ratio exceeds it has gradient 0", gt=0
+    )
+    value_cliprange: Float = _critic(0.2, "critic: how far a value may move from the rollout's in the loss", gt=0,
+                                     to="algorithm.value_cliprange")  # fmt: skip
+    critic_warmup_steps: Int = _critic(0, "first RL steps that train the critic only", "RL steps", ge=0,
+                                       to="algorithm.critic_warmup_steps")  # fmt: skip
+    sampling_params: SamplingConfig = key(SamplingConfig, "how responses are generated")
+
+
+class RolloutConfig(Block):
+    """Where responses come from."""
+
+    rollout_backend: Literal["hybrid5d", "files", "sglang", "vllm"] = _rl(
+        "hybrid5d", "hybrid5d: the training engine generates (sglang, vllm mean it too); files: data.type rollouts",
+        to="rollout.backend",
+    )  # fmt: skip
+
+
+class RewardConfig(Block):
+    """What a response is worth."""
+
+    reward_type: str | None = _rl(None, "math: the math-verify package on data.answer_key", to="reward.type")
+    reward_scale: Float = _rl(1.0, "math: right is +this, wrong -this", gt=0, to="reward.scale")
+    function: str | None = _rl(
+        None, "path/file.py:name of one's own: (prompt, response, row) -> float", to="reward.function"
+    )
+    timeout: Float = _rl(10.0, "time that one row may take", "seconds", gt=0, to="reward.timeout")
+    num_workers: Int = _rl(2, "processes that score", "processes", ge=1, to="reward.num_workers")
+    on_error: Float | Literal["stop"] = _rl(
+        "stop", "an exception, a hang or no number: stop ends the job, a number counts instead", to="reward.on_error"
+    )
 
 
 class TokenizerConfig(Block):
@@ -384,14 +488,29 @@ class ActorConfig(Block):
     deepspeed: dict[str, Any] = key(dict, "raw DeepSpeed keys, merged last and checked against what we own")
 
 
+class CriticConfig(Block):
+    """PPO's second engine, in the actor's processes: the decoder with a value head, cut and trained by its own keys."""
+
+    use_critic_model: Bool = key(False, "train a critic (adv_type gae)", to="critic.enabled", only="rl", unread=_NO_RL)
+    training_backend: Literal["deepspeed", "megatron"] = key("deepspeed", "as actor.training_backend")
+    seed: Int | None = key(None, "seed of a fresh value head; null: actor.seed", ge=0)
+    model: ModelConfig = key(ModelConfig, "model_path null: the actor's; precision, parallel degrees")
+    optim: OptimConfig = key(OptimConfig, "optimizer")
+    lr_sched: LRSchedConfig = key(LRSchedConfig, "schedules")
+    deepspeed: dict[str, Any] = key(dict, "raw DeepSpeed keys")
+
+
 class RunConfig(Block):
     """A whole run. Build it with `hybrid5d.load.load_config`, or from a dict with `model_validate`."""
 
     cluster: ClusterConfig = key(ClusterConfig, "where the job runs")
     runner: RunnerConfig = key(RunnerConfig, "length of the run, saving, logging")
     data: DataConfig = key(DataConfig, "what is trained on")
-    algorithm: AlgorithmConfig = key(AlgorithmConfig, "RL batch arithmetic")
+    algorithm: AlgorithmConfig = key(AlgorithmConfig, "RL batch sizes, advantages, loss")
     actor: ActorConfig = key(ActorConfig, "the trained model")
+    critic: CriticConfig = key(CriticConfig, "PPO's value model")
+    rollout: RolloutConfig = key(RolloutConfig, "where responses come from")
+    reward: RewardConfig = key(RewardConfig, "what a response is worth")
     _keys: Any = PrivateAttr(default=None)
 
     @property
@@ -404,6 +523,11 @@ class RunConfig(Block):
     def is_rl(self) -> bool:
         """True where batch sizes follow RLinf's RL arithmetic instead of actor.global_batch_size."""
         return self.runner.task_type in RL_TASKS and self.data.rollout_batch_size is not None
+
+    @property
+    def has_critic(self) -> bool:
+        """An RL run that trains a value model beside the actor."""
+        return self.is_rl and self.critic.use_critic_model
 
     @property
     def keys(self) -> Any:

@@ -71,7 +71,7 @@ def _rl_rules(config: RunConfig, dp: int, sequences: int) -> list[ConfigError]:
     key = "data.rollout_batch_size"
     if multi_agent and prompts < dp:
         errors.append(ConfigError(key, prompts, f"each of the dp={dp} ranks needs a prompt", f"use {dp} or more"))
-    elif not multi_agent and prompts % dp:
+    elif config.keys is not None and config.keys.foreign and not multi_agent and prompts % dp:
         near = " or ".join(str(k) for k in (prompts // dp * dp, (prompts // dp + 1) * dp) if k)
         rule = f"prompts per RL step are spread over dp={dp} ranks, {prompts} % {dp} = {prompts % dp}"
         errors.append(ConfigError(key, prompts, rule, f"use {near}"))

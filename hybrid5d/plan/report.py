@@ -7,7 +7,7 @@ from typing import Any
 
 from hybrid5d.config.classify import owner
 from hybrid5d.config.loaded import KeyReport
-from hybrid5d.config.schema import RunConfig, schema_keys
+from hybrid5d.config.schema import NO_CRITIC, RunConfig, schema_keys
 from hybrid5d.config.tree import get, leaves
 from hybrid5d.plan.emitted import Emitted
 from hybrid5d.plan.outputs import layout_summary
@@ -33,9 +33,13 @@ def emit_engine(plan: RunPlan) -> Emitted:
     for name, value in layout_summary(plan).items():
         e.emit(f"layout.{name}", value, *(cluster if name == "world_size" else ()))
     for key, field in schema_keys().items():
-        to = (field.json_schema_extra or {}).get("to")
-        if to:
-            e.emit(to, _value(config, key), key)
+        extra = field.json_schema_extra or {}
+        reads = {"rl": config.is_rl, "critic": config.has_critic}.get(extra.get("only", ""), True)
+        if key.startswith("critic.") and extra.get("only") != "rl":
+            if config.has_critic:  # a run of its own: the report shows its keys as they stand
+                e.emit(key, _value(config, key), key)
+        elif extra.get("to") and reads:
+            e.emit(extra["to"], _value(config, key), key)
     flags = ("actor.optim.fp16", "actor.optim.bf16")
     e.emit("precision", plan.precision.dtype, f"{_M}precision", over=flags,
            why="must agree with actor.model.precision, which decides")  # fmt: skip
@@ -135,7 +139,7 @@ def _fates(plan: RunPlan) -> Fates:
     for key, field in schema_keys().items():
         extra, lost = field.json_schema_extra or {}, deepspeed.lost | engine.lost
         to, ours, theirs = extra.get("to"), engine.paths(key), deepspeed.paths(key)
-        if to:
+        if to in ours:
             result[key] = ("engine", to, field.description)
         elif key in lost:
             result[key] = ("overridden", None, lost[key])
@@ -144,7 +148,8 @@ def _fates(plan: RunPlan) -> Fates:
         elif ours:
             result[key] = ("engine", ", ".join(ours), field.description)
         else:
-            result[key] = ("dropped", None, extra.get("unread", "nothing reads it"))
+            unread = NO_CRITIC if key.startswith("critic.") else extra.get("unread", "nothing reads it")
+            result[key] = ("dropped", None, unread)
     return result
 
 

@@ -24,6 +24,7 @@ _M, _O, _L = "actor.model.", "actor.optim.", "actor.lr_sched."
 _TP, _PP, _CP = f"{_M}tensor_model_parallel_size", f"{_M}pipeline_model_parallel_size", f"{_M}context_parallel_size"
 CLUSTER = ("cluster.num_nodes", "cluster.component_placement", "cluster.node_groups")
 _RL = ("runner.task_type", "data.rollout_batch_size")
+SUPERVISED = ("text", "tokens", "chat")
 _STAGE = ("actor.deepspeed", f"{_O}use_distributed_optimizer")
 
 
@@ -86,6 +87,26 @@ def batch(draft: Draft) -> list[ConfigError]:
 def rl_batch(draft: Draft) -> list[ConfigError]:
     """The same by RLinf's RL arithmetic."""
     return draft.batch_errors if draft.config.is_rl and not world.check(draft) else []
+
+
+@reads(*_RL, "algorithm.adv_type", "algorithm.group_size", "critic.use_critic_model",
+       *(f"algorithm.{n}" for n in ("importance_sampling_fix", "importance_sampling_clip")))  # fmt: skip
+def rl_keys(draft: Draft) -> list[ConfigError]:
+    """RL keys that need one another."""
+    config = draft.config
+    if not config.is_rl:
+        return []
+    a, errors = config.algorithm, []
+    if a.adv_type in ("grpo", "grpo_dynamic") and a.group_size < 2:
+        rule = f"adv_type {a.adv_type} compares the sequences of a prompt with one another, so it needs at least 2"
+        errors.append(ConfigError("algorithm.group_size", a.group_size, rule, "use 2 or more"))
+    if a.importance_sampling_fix and a.importance_sampling_clip is None:
+        rule = "importance_sampling_fix needs its upper bound"
+        errors.append(ConfigError("algorithm.importance_sampling_clip", None, rule, "write it, such as 2.0"))
+    if a.adv_type == "gae" and not config.critic.use_critic_model:
+        rule = "adv_type gae needs the values of a critic"
+        errors.append(ConfigError("algorithm.adv_type", "gae", rule, "set critic.use_critic_model: true"))
+    return errors
 
 
 @reads(f"{_M}model_path")
@@ -328,13 +349,17 @@ def deepspeed_block(draft: Draft) -> list[ConfigError]:
 # --- what a run needs on disk beyond the model's config.json ---------------------------------------------------------
 
 
-@reads("data.type")
+@reads("data.type", *_RL)
 def data_type(draft: Draft) -> list[ConfigError]:
     """Rows can be made of the data."""
     kind = draft.config.data.type
-    if kind in ("text", "tokens", "chat"):
+    if draft.config.is_rl:
+        task = draft.config.runner.task_type
+        rule = "RL is translated, not trained yet"
+        return [ConfigError("runner.task_type", task, rule, "use sft, or convert")]
+    if kind in SUPERVISED:
         return []
-    rule = "hybrid5d trains on text, tokens or chat; RLinf's own data types are translated only"
+    rule = "a supervised run trains on text, tokens or chat"
     return [ConfigError("data.type", kind, rule, "use chat for conversations, text for documents")]
 
 
@@ -412,9 +437,10 @@ def loaded(draft: Draft) -> list[ConfigError]:
 
 
 RULES: tuple[Rule[Draft], ...] = (
-    world, placement, batch, rl_batch, model_folder, weight_files, heads, ulysses, sequence_parallel, hierarchical,
-    recompute_method, recompute_layers, stages, warmup, _below_peak("min_lr"), _below_peak("lr_warmup_init"), tail,
-    tail_length, weight_decay, zero, token_budget, budget_holds_a_row, trackers, deepspeed_block,
+    world, placement, batch, rl_batch, rl_keys, model_folder, weight_files, heads, ulysses, sequence_parallel,
+    hierarchical, recompute_method, recompute_layers, stages, warmup, _below_peak("min_lr"),
+    _below_peak("lr_warmup_init"), tail, tail_length, weight_decay, zero, token_budget, budget_holds_a_row, trackers,
+    deepspeed_block,
 )  # fmt: skip
 RUN_RULES: tuple[Rule[Draft], ...] = (
     data_type, train_data, val_data, weights, tokenizer, resume, offload, loaded,

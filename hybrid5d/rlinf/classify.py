@@ -12,6 +12,7 @@ from hybrid5d.config.schema import RunConfig, schema_keys
 from hybrid5d.rlinf.keys import FOREIGN, MUST_BE_OFF, RL_BLOCKS, Foreign
 
 _PP = "actor.model.pipeline_model_parallel_size"
+_OPEN = ("data", "algorithm", "rollout", "reward", "critic")  # RLinf has keys there that no list of ours holds
 _SURE = 0.85  # similarity at which a typo of ours is more likely than a foreign key
 
 
@@ -92,7 +93,7 @@ class RLinfClassifier(Classifier):
     def unknown(self, path: str, value: object) -> None:
         """RLinf has more keys than our lists: in its own files a key that is like none of ours is dropped."""
         near = self._near_ours(path) or self.near(path)
-        if self.keys.foreign and (path.startswith(("data.", "algorithm.")) or near is None):
+        if self.keys.foreign and (path.split(".")[0] in _OPEN or near is None):
             hint = f" (similar: {near})" if near else ""
             self._drop(path, value, f"unknown to RLinf's Megatron actor and to us{hint}", loud=True)
         else:

@@ -21,9 +21,6 @@ class Foreign:
 
 # Top-level blocks of other components. They pass with one line.
 RL_BLOCKS = (
-    "rollout",
-    "reward",
-    "critic",
     "inference",
     "actor_inference",
     "critic_inference",
@@ -56,9 +53,7 @@ _MOE = "only read by mixture-of-experts models"
 _COMM = "a Megatron communication detail; DeepSpeed and our groups have their own"
 _CKPT = "describes Megatron's checkpoint format; ours has its own"
 _FROM_HF = "the architecture comes from the Hugging Face config.json, as in RLinf"
-_RL_LOSS = "a term of the RL loss or of advantages; it stays with the RL loop, hybrid5d trains on labels"
-_GEN = "steers generation, not training"
-_PREP = "prepares RL prompts or images; rows that hybrid5d trains on come from data.type text, tokens or chat"
+_PREP = "prepares RLinf's own kinds of prompts, or images"
 _BETWEEN = "moves tensors between RL phases (DeepSpeed: engine.offload_states), not during training"
 _TP_KERNEL = "Transformer Engine's overlap of TP communication; not offered"
 
@@ -86,32 +81,50 @@ FOREIGN: dict[str, Foreign] = {
     **_each("profile* use_profiler* trace* timer* seed group_name", "read by RLinf's runners only", "runner."),
     # algorithm
     **_each(
-        "recompute_logprobs shuffle_rollout importance_sampling_fix importance_sampling_clip loss_type ratio_clip_eps "
-        "clip_ratio_low clip_ratio_high clip_ratio_c clip_log_ratio_min clip_log_ratio_max kl_beta kl_penalty_type "
-        "reinpp_kl_beta entropy_bonus calculate_entropy adv_type gamma gae_lambda normalize_advantages advantage_mode "
-        "use_reinpp_baseline loss_scales early_stop_imp_ratio value_cliprange critic_warmup_steps use_critic "
-        "use_value_loss down_sampling.* kl_* clip_* entropy_* adv_* loss_mask* reward_* value_* huber_* target_kl",
-        _RL_LOSS,
+        "loss_scales",
+        "weights of RLinf's multi-agent loss; each row counts here as loss_agg_func says",
         "algorithm.",
+        loud=True,
+    ),
+    **_each("down_sampling.*", "groups are not thinned out: every sequence is trained on", "algorithm."),
+    **_each("use_critic use_value_loss", "read by nobody in RLinf; critic.use_critic_model decides", "algorithm."),
+    **_each(
+        "loss_mask* reward_* value_* huber_* target_kl", "read by RLinf's FSDP or embodied losses only", "algorithm."
+    ),
+    **_each("rollout_batch_size_per_gpu val_rollout_batch_size_per_gpu", "read by nobody in RLinf", "algorithm."),
+    **_each("max_num_gen_batches", "1: one batch of prompts an RL step", "algorithm."),
+    **_each("length_params.*", "sampling_params.max_new_tokens is the length", "algorithm."),
+    # rollout, reward
+    **_each(
+        "group_name model.* model_dir tensor_parallel_size pipeline_parallel_size data_parallel_size "
+        "gpu_memory_utilization enforce_eager disable_log_stats distributed_executor_backend detokenize "
+        "max_running_requests cuda_graph_max_bs padding eos print_outputs validate_save_dir validate_weight* "
+        "weight_reload use_torch_compile torch_compile_max_bs sglang* vllm* return_logprobs is_eval use_fixed_worker "
+        "enable_offload max_num_batched_tokens",
+        "sets up RLinf's generation engine; here the training engine generates, in the actor's layout",
+        "rollout.",
     ),
     **_each(
-        "sampling_params.* rollout_batch_size_per_gpu val_rollout_batch_size_per_gpu "
-        "max_num_gen_batches length_params.*",
-        _GEN,
-        "algorithm.",
+        "custom_chat_template", "a prompt's template is the tokenizer's, or data.chat_template", "rollout.", loud=True
     ),
+    **_each(
+        "group_name tokenizer.* random_print_percent use_prompt reward_weights.*",
+        "sets up RLinf's reward workers, or belongs to a reward type of its own",
+        "reward.",
+    ),
+    **_each("use_reward_model", "off", "reward."),
     # data
     **_each(
-        "dataset_name answer_key choice_key image_keys apply_chat_template "
+        "dataset_name choice_key image_keys "
         "use_chat_template apply_chat_template_kwargs* "
-        "filter_prompt_by_length data_size lazy_loading system_prompt answer_separator is_markdown unique_columns "
+        "data_size lazy_loading system_prompt answer_separator is_markdown unique_columns "
         "is_hybrid process_workers image_* solution_key format* prompt_template* chat_template* max_seq_length",
         _PREP,
         "data.",
     ),
     **_each(
         "val_rollout_batch_size validation_shuffle val_batch_size eval_batch_size eval_data_paths",
-        "RL validation only",
+        "all validation prompts are answered, in the batches of training",
         "data.",
     ),
     # actor
@@ -120,7 +133,9 @@ FOREIGN: dict[str, Foreign] = {
         "names RLinf's worker or its Megatron class",
         "actor.",
     ),
-    **_each("combine_reference_model pack_traj use_critic_model reference*", _RL_LOSS, "actor."),
+    **_each("combine_reference_model reference*", "the reference's weights lie on the CPU, once per shard", "actor."),
+    **_each("pack_traj", "each row of a trajectory is a row here", "actor."),
+    **_each("use_critic_model", "critic.use_critic_model decides", "actor."),
     **_each("offload_optimizer offload_weight offload_grad", _BETWEEN, "actor.", loud=True),
     **_each("eval_batch_size", "RLinf's SFT evaluation; ours evaluates with micro_batch_size", "actor."),
     **_each("fsdp_config*", "read by RLinf's FSDP backend only", "actor."),
@@ -298,6 +313,18 @@ FOREIGN: dict[str, Foreign] = {
         "actor.megatron.",
     ),
 }
+# The critic's block mirrors the actor's.
+FOREIGN |= {key.replace("actor.", "critic.", 1): entry for key, entry in FOREIGN.items() if key.startswith("actor.")}
+FOREIGN |= _each("use_hf_ckpt distributed_timeout_minutes ddp_bucket_size", "the actor's counts", "critic.megatron.")
+FOREIGN |= _each(
+    "micro_batch_size global_batch_size enable_dp_load_balance loss_normalization tokenizer.tokenizer_model",
+    "the critic is given the actor's rows",
+    "critic.",
+)
+FOREIGN["critic.model.megatron_checkpoint"] = Foreign(
+    "weights in Megatron's format cannot be read: the critic starts from critic.model.model_path, else the actor's",
+    loud=True,
+)
 
 # Keys whose value must be "off"; anything else is refused. key -> (values that mean off, rule, fix)
 MUST_BE_OFF: dict[str, tuple[tuple[object, ...], str, str]] = {
@@ -306,6 +333,12 @@ MUST_BE_OFF: dict[str, tuple[tuple[object, ...], str, str]] = {
         "the elastic scheduler changes dp at run time; a static translation has no meaning",
         "set it to false",
     ),
+    "algorithm.max_num_gen_batches": (
+        (None, 1),
+        "multiplies the prompts of an RL step",
+        "set it to 1 and multiply data.rollout_batch_size",
+    ),
+    "reward.use_reward_model": ((None, False), "a reward model is not offered", "set it to false"),
     "actor.model.virtual_pipeline_model_parallel_size": (
         (None, 1),
         "virtual (interleaved) pipeline stages are not supported, and fail in RLinf too",
@@ -370,6 +403,7 @@ MUST_BE_OFF: dict[str, tuple[tuple[object, ...], str, str]] = {
         "set it to false",
     ),
 }
+MUST_BE_OFF |= {k.replace("actor.", "critic.", 1): v for k, v in MUST_BE_OFF.items() if k.startswith("actor.")}
 
 TASKS = ("sft", *RL_TASKS)
 VLM_TYPES = ("qwen2.5_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava", "vlm")

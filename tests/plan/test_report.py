@@ -140,8 +140,11 @@ def test_what_a_field_says_goes_to_the_engine_is_read_there() -> None:
     elsewhere |= {f"data.{n}_key" for n in ("messages", "prompt", "response", "instruction", "input", "output")}
     for key, field in schema_keys().items():
         name = key.rpartition(".")[2]
-        if (field.json_schema_extra or {}).get("to") and key not in elsewhere:
-            assert re.search(rf"\.{name}\b", text), key
+        extra = field.json_schema_extra or {}
+        if extra.get("only"):
+            continue  # `rules.data_type` refuses every RL run until the loop is here
+        if extra.get("to") and key not in elsewhere and not key.startswith("critic."):
+            assert re.search(rf"\.{name}\b|option\(\w+, \"{name}\"", text), key
 
 
 def test_every_field_has_a_fate() -> None:

@@ -124,11 +124,14 @@ def test_rl_batch_arithmetic() -> None:
 @pytest.mark.parametrize(
     ("changes", "world", "key"),
     [
-        ({"data__rollout_batch_size": 30}, 8, "data.rollout_batch_size"),
+        ({"data__rollout_batch_size": 30, "algorithm__n_minibatches": 3}, 8, "data.rollout_batch_size"),
         ({"algorithm__n_minibatches": 3}, 8, "algorithm.n_minibatches"),
         ({"algorithm__training_batch_size_per_gpu": 3}, 8, "data.rollout_batch_size"),
         ({"algorithm__logprob_forward_micro_batch_size": 5}, 8, "algorithm.logprob_forward_micro_batch_size"),
         ({"algorithm__multi_agent": True, "data__rollout_batch_size": 4}, 8, "data.rollout_batch_size"),
+        ({"algorithm__group_size": 1, "algorithm__training_batch_size_per_gpu": 2}, 8, "algorithm.group_size"),
+        ({"algorithm__importance_sampling_fix": True}, 8, "algorithm.importance_sampling_clip"),
+        ({"algorithm__adv_type": "gae"}, 8, "algorithm.adv_type"),
     ],
 )
 def test_rl_refusals(changes: dict[str, Any], world: int, key: str) -> None:
