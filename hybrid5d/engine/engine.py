@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from hybrid5d.checkpoint.export import export_hf
@@ -38,6 +39,7 @@ from hybrid5d.engine.step import (
     sum_over_model,
 )
 from hybrid5d.errors import DataError
+from hybrid5d.generation import Generated, Generator, Request, Sampling, Stage
 from hybrid5d.hf.spec import ModelSpec
 from hybrid5d.models.batch import LocalBatch
 from hybrid5d.models.dtypes import DTYPES
@@ -140,6 +142,38 @@ class Engine:
         self._count(micro_batches)
         outputs = self.ds.infer([replace(local, head="logprobs") for local in self._local(micro_batches)])
         return collect(documents, zip(micro_batches, outputs), self.ctx, self._options, self.device)
+
+    @own_modes(grad=False)
+    def generate(
+        self,
+        prompts: Sequence[np.ndarray],
+        sampling: Sampling,
+        *,
+        samples: int = 1,
+        step: int = 0,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        batch_size: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[Generated]:
+        """`samples` responses to each prompt (int64 [n], n >= 1) by the weights as they are; prompt-major.
+
+        Tokens depend on (sampling.seed, step, the prompt's place in `prompts`, sample), not on the layout or the batch.
+        Every rank passes the same and gets all. Rows are spread over dp x cp. Collective over the world.
+
+        Args:
+            step: number of the RL step, for the noise.
+            decode: text of token ids, for `sampling.stop`.
+            batch_size: rows that a replica decodes at a time; None = all of its share.
+            progress: called with (responses done, responses) of this replica, whenever some end.
+
+        Raises:
+            DataError: on every rank, for an empty prompt or an unknown id, and where ranks pass different prompts.
+            ConfigErrors: the model is not this package's decoder.
+        """
+        request = Request(prompts, sampling, samples, step, decode, batch_size, progress)
+        request.check(self._spec.vocab_size)
+        stage = Stage(self.module.forward_funcs, self.ds.gather)
+        return Generator(stage, self.ctx, self._spec.hidden_size, self._dtype, self.device).run(request)
 
     def _checked(self, batch: StepBatch) -> Counts:
         if not self._agreed:

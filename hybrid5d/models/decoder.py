@@ -116,13 +116,13 @@ class SelfAttention(nn.Module):
         self.attend = attend
         self.window = spec.window(index)
         self.recompute_core = False
-        self._rope = rope_frequencies(spec.rope, spec.head_dim, spec.max_position_embeddings)
+        self.rope = rope_frequencies(spec.rope, spec.head_dim, spec.max_position_embeddings)
 
     def forward(self, x: Tensor, batch: LocalBatch) -> Tensor:
         q, k, v = self.qkv(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        cos, sin = batch.shared(("rope", x.dtype), lambda: rope_tables(*self._rope, batch.position_ids, x.dtype))
+        cos, sin = batch.shared(("rope", x.dtype), lambda: rope_tables(*self.rope, batch.position_ids, x.dtype))
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         if self.recompute_core and torch.is_grad_enabled():
             mixed = torch.utils.checkpoint.checkpoint(

@@ -14,9 +14,11 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor, nn
 
 from hybrid5d.engine.deepspeed.pipeline_module import HybridPipelineModule
+from hybrid5d.generation.stage import Gather, as_they_are
 from hybrid5d.models.batch import LocalBatch
 from hybrid5d.parallel.collectives import all_reduce
 from hybrid5d.parallel.context import Axis, ParallelContext
@@ -40,6 +42,8 @@ class PipelineAdapter(PipelineEngine):
         super().__init__(**kwargs)
         defer_partial_sums(self.module.parameters())  # once a step: see _exec_reduce_tied_grads
         self._results: list[Any] = []
+
+    gather = staticmethod(as_they_are)
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
@@ -185,6 +189,11 @@ class PlainAdapter(DeepSpeedEngine):
         self.ctx = ctx
         if self.zero_optimization_stage() == 3:
             self._count_replicas_once()
+
+    @property
+    def gather(self) -> Gather:
+        """Makes parameters whole for a while."""
+        return GatheredParameters if self.zero_optimization_stage() == 3 else as_they_are
 
     def _count_replicas_once(self) -> None:
         """Hand ZeRO 3's norm zeros for copies of kv heads (deepspeed.md: What the norm counts)."""
