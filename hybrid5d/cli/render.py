@@ -48,9 +48,7 @@ def translation_text(out: Console, result: Translation) -> None:
     """The whole story: verdict, numbers, what the user must know, then every key."""
     data = result.to_dict()
     out.print(
-        Text(
-            f"{data['verdict'].upper()}: {result.keys.path}", style="bold green" if not result.errors else "bold red"
-        )
+        Text(f"{data['verdict'].upper()}: {result.keys.path}", style="bold green" if not result.errors else "bold red")
     )
     if result.errors:
         out.print(f"{len(result.errors)} reason(s), on standard error")

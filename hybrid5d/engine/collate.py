@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hybrid5d.data.types import COLUMNS, IGNORE_INDEX, Document, MicroBatch, Row, column_names
+from hybrid5d.engine.objective import SUPERVISED, Objective
 from hybrid5d.models.batch import LocalBatch
 from hybrid5d.parallel.context import ParallelContext
 from hybrid5d.plan.sequence import SequencePlan
@@ -55,8 +56,9 @@ def sequence_plan(micro_batch: MicroBatch, ctx: ParallelContext, options: Sequen
 
 
 def local_batch(
-    micro_batch: MicroBatch, ctx: ParallelContext, options: SequenceOptions, hidden_size: int, device: torch.device
-) -> LocalBatch:
+    micro_batch: MicroBatch, ctx: ParallelContext, options: SequenceOptions, hidden_size: int, device: torch.device,
+    objective: Objective = SUPERVISED,
+) -> LocalBatch:  # fmt: skip
     """Build this rank's share of a micro-batch. Padding gets id 0, position 0, no label, and each column's own value.
 
     Raises:
@@ -83,7 +85,9 @@ def local_batch(
         input_ids=cut(lambda d: d.input_ids, 0),
         labels=cut(lambda d: d.labels, IGNORE_INDEX),
         position_ids=cut(lambda d: np.arange(len(d)) if d.position_ids is None else d.position_ids, 0),
-        columns={name: column(name) for name in column_names(d for row in rows for d in row)},
+        columns={name: column(name) for name in {*column_names(d for row in rows for d in row), *objective.rule.needs}},
+        rule=objective.rule,
+        temperature=objective.temperature,
         sequence=plan,
         hidden_shape=(plan.batch, plan.local_length // shards, hidden_size),
     )
@@ -92,6 +96,11 @@ def local_batch(
 def valid_tokens(micro_batch: MicroBatch) -> int:
     """Labels that count, before any cut."""
     return sum(int((d.labels != IGNORE_INDEX).sum()) for row in micro_batch for d in row)
+
+
+def real_rows(micro_batch: MicroBatch) -> int:
+    """Samples, those without a label too; dummy rows are none."""
+    return sum(d.row_id >= 0 for row in micro_batch for d in row)
 
 
 def real_tokens(micro_batch: MicroBatch) -> int:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from hybrid5d.checkpoint.export import export_hf
 from hybrid5d.checkpoint.save_load import load_checkpoint, save_checkpoint
@@ -26,6 +25,7 @@ from hybrid5d.engine.deepspeed.optimizer_state import OptimizerState
 from hybrid5d.engine.deepspeed.parameters import parameter_groups
 from hybrid5d.engine.deepspeed.pipeline_module import HybridPipelineModule
 from hybrid5d.engine.logprobs import collect, deal
+from hybrid5d.engine.objective import SUPERVISED, Objective
 from hybrid5d.engine.results import BatchResult, StepResult, TokenLogprobs
 from hybrid5d.engine.step import (
     Counts,
@@ -35,6 +35,7 @@ from hybrid5d.engine.step import (
     loss_scales,
     own_modes,
     peak_memory_bytes,
+    reported,
     set_schedule,
     sum_over_model,
 )
@@ -85,33 +86,34 @@ class Engine:
     # --- one batch --------------------------------------------------------------------------------------------------
 
     @own_modes()
-    def train_batch(self, batch: StepBatch) -> StepResult:
+    def train_batch(self, batch: StepBatch, objective: Objective = SUPERVISED) -> StepResult:
         """One optimizer step over the global batch of which `batch` holds this dp rank's rows.
 
-        Loss, gradients and norm are those of the mean over all valid tokens of the global batch, whatever the layout.
-        Collective over the world.
+        Loss, gradients and norm are those of the mean over all valid tokens (or what `objective` says) of the global
+        batch, whatever the layout. Collective over the world.
 
         Raises:
             DataError: on every rank, for a batch without rows and for rows that the model cannot take; at the first
                 step, when ranks of one dp replica were given different rows.
         """
         started = time.perf_counter()
-        counts = self._checked(batch)
-        scales = loss_scales(counts, self.plan.config.actor.loss_normalization, self._divisor, self.ctx.dp.size)
+        counts = self._checked(batch, objective)
+        scales = self._scales(counts, objective, self.plan.config.actor.loss_normalization)
         lr = set_schedule(self.ds.optimizer, self.plan.schedule, self.global_step)
-        total = self.ds.train_step(self._local(batch.micro_batches), scales)
-        loss = sum_over_model(total, self.ctx) / self._divisor
+        local = self._local(batch.micro_batches, objective)
+        total = float(self.ds.train_step(local, scales))
+        loss, metrics = self._reduced(total, local, scales, counts, objective)
         norm = self.ds.get_global_grad_norm()
         self.global_step += 1
         return StepResult(
-            **self._about(batch, counts, loss, started),
+            **self._about(batch, counts, loss, metrics, started),
             grad_norm=float("nan") if norm is None else float(norm),
             lr=lr,
             skipped=bool(getattr(self.ds.optimizer, "overflow", False)),
         )
 
     @own_modes(grad=False)
-    def eval_batch(self, batch: StepBatch) -> BatchResult:
+    def eval_batch(self, batch: StepBatch, objective: Objective = SUPERVISED) -> BatchResult:
         """Loss over the rows of all dp ranks; nothing is changed.
 
         Every dp rank passes the same number of micro-batches; it may be none. Collective over the world.
@@ -120,17 +122,21 @@ class Engine:
             DataError: on every rank, for rows that the model cannot take.
         """
         started = time.perf_counter()
-        counts = self._count(batch.micro_batches)
-        outputs = self.ds.infer(self._local(batch.micro_batches))
-        total = sum((o.float() for o in outputs), torch.zeros((), device=self.device))
-        loss = sum_over_model(total, self.ctx) / max(counts.valid, 1)
-        return BatchResult(**self._about(batch, counts, loss, started))
+        counts = self._count(batch.micro_batches, objective)
+        scales = self._scales(counts, objective, "token")
+        local = self._local(batch.micro_batches, objective)
+        total = sum(float(o) * scale for o, scale in zip(self.ds.infer(local), scales))
+        loss, metrics = self._reduced(total, local, scales, counts, objective)
+        return BatchResult(**self._about(batch, counts, loss, metrics, started))
 
     @own_modes(grad=False)
     def compute_logprobs(
-        self, documents: Sequence[Document], micro_batch_size: int | None = None
+        self, documents: Sequence[Document], micro_batch_size: int | None = None, temperature: float = 1.0
     ) -> list[TokenLogprobs]:
         """Log-probability of each label and entropy of each distribution, per token, for documents in their own order.
+
+        Logits are divided by `temperature`. Micro-batches have `micro_batch_size` documents of a dp rank; where the
+        run forms them by a token budget, as many as it holds.
 
         Every rank passes the same documents and gets all results. Rows are spread over dp; the vocabulary stays sharded
         over tp; the sequence is put back together over cp; the last stage's values go to every stage.
@@ -138,9 +144,12 @@ class Engine:
         Raises:
             DataError: on every rank, for documents that the model cannot take.
         """
-        micro_batches = deal(documents, self.ctx.dp, micro_batch_size or self.plan.batch.micro_batch_size)
+        batch = self.plan.batch
+        budget = batch.max_tokens_per_micro_batch if batch.dynamic else None
+        micro_batches = deal(documents, self.ctx.dp, micro_batch_size or batch.micro_batch_size, budget)
         self._count(micro_batches)
-        outputs = self.ds.infer([replace(local, head="logprobs") for local in self._local(micro_batches)])
+        local = self._local(micro_batches, Objective(temperature=temperature))
+        outputs = self.ds.infer([replace(b, head="logprobs") for b in local])
         return collect(documents, zip(micro_batches, outputs), self.ctx, self._options, self.device)
 
     @own_modes(grad=False)
@@ -175,13 +184,13 @@ class Engine:
         stage = Stage(self.module.forward_funcs, self.ds.gather)
         return Generator(stage, self.ctx, self._spec.hidden_size, self._dtype, self.device).run(request)
 
-    def _checked(self, batch: StepBatch) -> Counts:
+    def _checked(self, batch: StepBatch, objective: Objective) -> Counts:
         if not self._agreed:
             check_agreement(batch, self.ctx)
             self._agreed = True
         if not batch.micro_batches:
             raise DataError("data: a step without micro-batches")
-        counts = self._count(batch.micro_batches)
+        counts = self._count(batch.micro_batches, objective)
         if counts.valid == 0 and not self._warned and self.ctx.rank == 0:
             self._warned = True
             warnings.warn(
@@ -189,14 +198,29 @@ class Engine:
             )
         return counts
 
-    def _count(self, micro_batches: Sequence[MicroBatch]) -> Counts:
-        return count_tokens(micro_batches, self._spec.vocab_size, self.ctx, self.device)
+    def _count(self, micro_batches: Sequence[MicroBatch], objective: Objective = SUPERVISED) -> Counts:
+        return count_tokens(micro_batches, self._spec.vocab_size, self.ctx, self.device, objective.rule.needs)
 
-    def _local(self, micro_batches: Sequence[MicroBatch]) -> list[LocalBatch]:
+    def _local(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LocalBatch]:
         size = self._spec.hidden_size
-        return [local_batch(mb, self.ctx, self._options, size, self.device) for mb in micro_batches]
+        return [local_batch(mb, self.ctx, self._options, size, self.device, objective) for mb in micro_batches]
 
-    def _about(self, batch: StepBatch, counts: Counts, loss: float, started: float) -> dict[str, Any]:
+    def _scales(self, counts: Counts, objective: Objective, normalization: str) -> list[float]:
+        return loss_scales(counts, objective, normalization, self._divisor, self.ctx.dp.size)
+
+    def _reduced(
+        self, total: float, local: Sequence[LocalBatch], scales: Sequence[float], counts: Counts, objective: Objective
+    ) -> tuple[float, dict[str, float]]:
+        """Loss and metrics of the global batch. Collective over the world."""
+        sums = sum_over_model([total, *reported(local, scales, objective)], self.ctx, self.device)
+        rule = objective.rule
+        by = [max(counts.valid, 1)] * len(rule.means) + [self._divisor * (objective.factor or 1.0)] * len(rule.parts)
+        metrics = {name: x / n for name, x, n in zip((*rule.means, *rule.parts), sums[1:], by)}
+        return sums[0] / self._divisor, metrics
+
+    def _about(
+        self, batch: StepBatch, counts: Counts, loss: float, metrics: dict[str, float], started: float
+    ) -> dict[str, Any]:
         """What both kinds of result say. Collective over the world."""
         mine = [time.perf_counter() - started, float(peak_memory_bytes(self.device))]
         seconds, peak = max_scalars(mine, world_axis(), self.device)
@@ -208,6 +232,7 @@ class Engine:
             "step_time_s": seconds,
             "peak_memory_bytes": int(peak),
             "rows_seen": batch.row_ids,
+            "metrics": metrics,
         }
 
     # --- state ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid5d.data.types import IGNORE_INDEX, Document, MicroBatch
+from hybrid5d.data.balance import budget_micro_batches
+from hybrid5d.data.loader import dummy_document
+from hybrid5d.data.types import Document, MicroBatch
 from hybrid5d.engine.collate import SequenceOptions, rows_of, sequence_plan
 from hybrid5d.engine.results import TokenLogprobs
 from hybrid5d.parallel.agree import world_axis
@@ -18,16 +20,19 @@ from hybrid5d.parallel.collectives import all_gather_seq, all_reduce
 from hybrid5d.parallel.context import Axis, ParallelContext
 
 
-def deal(documents: Sequence[Document], dp: Axis, size: int) -> list[MicroBatch]:
+def deal(documents: Sequence[Document], dp: Axis, size: int, budget: int | None = None) -> list[MicroBatch]:
     """This dp rank's micro-batches of `size` rows; row_id says which document of the list each is.
 
-    Short ranks get dummies (row_id -1), so that all run the same number.
+    With a token budget each micro-batch is one packed row of as many documents as it holds. Short ranks get dummies
+    (row_id -1), so that all run the same number.
     """
     numbered = [replace(d, row_id=i) for i, d in enumerate(documents)]
+    if budget is not None and max(map(len, numbered), default=0) <= budget:
+        parts = budget_micro_batches([len(d) for d in numbered], dp.size, budget)[dp.rank]
+        return [(tuple(numbered[i] for i in part) or (dummy_document(),),) for part in parts]
     per_rank = -(-len(numbered) // (dp.size * size)) * size
     mine = numbered[dp.rank * per_rank : (dp.rank + 1) * per_rank]
-    dummy = Document(np.zeros(1, np.int64), np.full(1, IGNORE_INDEX, np.int64), -1)
-    mine += [dummy] * (per_rank - len(mine))
+    mine += [dummy_document()] * (per_rank - len(mine))
     return [tuple((d,) for d in mine[i : i + size]) for i in range(0, per_rank, size)]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,6 +18,8 @@ class BatchResult:
         step_time_s: seconds, slowest rank.
         peak_memory_bytes: largest peak over ranks (device memory on CUDA, resident set on CPU).
         rows_seen: sample ids of the global batch.
+        metrics: what the objective's rule reports: `means` over the global batch's valid tokens, `parts` of the loss
+            averaged as the loss is.
     """
 
     step: int
@@ -27,6 +29,7 @@ class BatchResult:
     step_time_s: float
     peak_memory_bytes: int
     rows_seen: tuple[int, ...]
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from hybrid5d.data.types import Document, MicroBatch, StepBatch, column_names, outside_vocabulary
-from hybrid5d.engine.collate import real_tokens, valid_tokens
+from hybrid5d.engine.collate import real_rows, real_tokens, valid_tokens
+from hybrid5d.engine.objective import Objective
 from hybrid5d.errors import DataError
+from hybrid5d.models.batch import LocalBatch
 from hybrid5d.parallel.agree import gather_objects, world_axis
 from hybrid5d.parallel.collectives import sum_scalars
 from hybrid5d.parallel.context import ParallelContext
@@ -40,32 +41,39 @@ class Counts:
 
     Attributes:
         valid: with a label, over all dp ranks; tokens: of real rows, likewise.
-        local: with a label in each micro-batch of this dp rank.
+        rows: documents that are no filling, over all dp ranks.
+        local, local_rows: with a label, and such documents, in each micro-batch of this dp rank.
     """
 
     valid: int
     tokens: int
+    rows: int
     local: tuple[int, ...]
+    local_rows: tuple[int, ...]
 
 
 def count_tokens(
-    micro_batches: Sequence[MicroBatch], vocab_size: int, ctx: ParallelContext, device: torch.device
-) -> Counts:
+    micro_batches: Sequence[MicroBatch], vocab_size: int, ctx: ParallelContext, device: torch.device,
+    needs: Sequence[str] = (),
+) -> Counts:  # fmt: skip
     """Count what the loss is the mean of. One all-reduce over dp.
 
     Raises:
-        DataError: on every rank, for a row of any that the model cannot take, and for a micro-batch without rows.
+        DataError: on every rank, for a row of any that the model cannot take or that lacks a column of `needs`, and for
+            a micro-batch without rows.
     """
-    fault = next(filter(None, (_fault(mb, vocab_size) for mb in micro_batches)), None)
+    fault = next(filter(None, (_fault(mb, vocab_size, needs) for mb in micro_batches)), None)
     local = () if fault else tuple(map(valid_tokens, micro_batches))
+    local_rows = () if fault else tuple(map(real_rows, micro_batches))
     tokens = 0 if fault else sum(map(real_tokens, micro_batches))
-    valid, tokens, failed = sum_scalars([sum(local), tokens, int(fault is not None)], ctx.dp, device)
+    mine = [sum(local), tokens, sum(local_rows), int(fault is not None)]
+    valid, tokens, rows, failed = sum_scalars(mine, ctx.dp, device)
     if failed:
         raise DataError(f"data: {fault or 'a row of another dp rank does not fit the model'}")
-    return Counts(valid, tokens, local)
+    return Counts(valid, tokens, rows, local, local_rows)
 
 
-def _fault(micro_batch: MicroBatch, vocab_size: int) -> str | None:
+def _fault(micro_batch: MicroBatch, vocab_size: int, needs: Sequence[str]) -> str | None:
     """Why the model cannot take a micro-batch."""
     for row in micro_batch:
         if not isinstance(row, Sequence):
@@ -77,7 +85,14 @@ def _fault(micro_batch: MicroBatch, vocab_size: int) -> str | None:
         column_names(documents)
     except DataError as exc:
         return str(exc)
-    return next(filter(None, (_document_fault(d, vocab_size) for d in documents)), None)
+    for d in documents:
+        fault = _document_fault(d, vocab_size)
+        missing = [name for name in needs if name not in d.columns]
+        if fault is None and missing and valid_tokens(((d,),)):
+            fault = f"row {d.row_id}: no column {missing[0]}, which the loss needs"
+        if fault:
+            return fault
+    return None
 
 
 def _document_fault(document: Document, vocab_size: int) -> str | None:
@@ -130,16 +145,27 @@ def _checksum(micro_batches: Sequence[MicroBatch]) -> int:
     return value
 
 
-def loss_scales(counts: Counts, normalization: str, divisor: int, dp: int) -> list[float]:
+def loss_scales(counts: Counts, objective: Objective, normalization: str, divisor: int, dp: int) -> list[float]:
     """Factor on each micro-batch's loss sum, so that the sum over all of them divided by `divisor` is the mean.
 
-    `divisor`: what DeepSpeed divides gradients by. `normalization`: `token`, the mean over the valid tokens of the
-    global batch; or `micro_batch`, the mean over micro-batches of each one's token mean, as RLinf averages.
+    `divisor`: what DeepSpeed divides gradients by. `normalization`: `token`, the mean over the tokens (or rows) of the
+    global batch; or `micro_batch`, the mean over micro-batches of each one's mean, as RLinf averages.
     """
+    tokens = objective.unit == "tokens"
+    total, local = (counts.valid, counts.local) if tokens else (counts.rows, counts.local_rows)
+    share = divisor * objective.factor
     if normalization == "micro_batch":
-        means = len(counts.local) * dp
-        return [divisor / (means * max(n, 1)) for n in counts.local]
-    return [divisor / max(counts.valid, 1)] * len(counts.local)
+        means = len(local) * dp
+        return [share / (means * max(n, 1)) for n in local]
+    return [share / max(total, 1)] * len(local)
+
+
+def reported(batches: Sequence[LocalBatch], scales: Sequence[float], objective: Objective) -> list[float]:
+    """This rank's sums of what the rule reports: its means, then its parts under the factors of the loss."""
+    rule = objective.rule
+    means = [sum(float(b.means.get(name, 0.0)) for b in batches) for name in rule.means]
+    parts = [sum(float(b.parts.get(name, 0.0)) * scale for b, scale in zip(batches, scales)) for name in rule.parts]
+    return [*means, *parts]
 
 
 def set_schedule(optimizer: Any, schedule: LRSchedule, step: int) -> float:
@@ -152,15 +178,15 @@ def set_schedule(optimizer: Any, schedule: LRSchedule, step: int) -> float:
     return lr
 
 
-def sum_over_model(local: Tensor, ctx: ParallelContext) -> float:
-    """A sum over tokens, known to every rank: over dp x cp, and over pp, as only the last stage has one.
+def sum_over_model(values: Sequence[float], ctx: ParallelContext, device: torch.device) -> list[float]:
+    """Sums over tokens, known to every rank: over dp x cp, and over pp, as only the last stage has any.
 
     tp ranks hold equal values already.
     """
-    values = [float(local.detach())]
+    found = list(values)
     for axis in (ctx.dp_cp, ctx.pp):
-        values = sum_scalars(values, axis, local.device)
-    return values[0]
+        found = sum_scalars(found, axis, device)
+    return found
 
 
 def current_device() -> torch.device:

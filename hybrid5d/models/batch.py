@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from hybrid5d.plan.sequence import SequencePlan
+from hybrid5d.tensor_parallel import CROSS_ENTROPY, TokenRule
 
 
 @dataclass
@@ -24,6 +25,8 @@ class LocalBatch:
         sequence: how the rows were cut; attention follows it.
         hidden_shape: shape of the residual stream on this rank: (b, S/cp, H), or (b, S/(cp*tp), H) with SP.
         head: what the last layer computes: the loss, or each label's log-probability and the entropy.
+        rule, temperature: of which loss; what the logits are divided by.
+        means, parts: what the rule reports, summed; the last layer fills them in where the loss is computed.
     """
 
     input_ids: Tensor
@@ -33,6 +36,10 @@ class LocalBatch:
     hidden_shape: tuple[int, int, int]
     head: Literal["loss", "logprobs"] = "loss"
     columns: Mapping[str, Tensor] = field(default_factory=dict)
+    rule: TokenRule = CROSS_ENTROPY
+    temperature: float = 1.0
+    means: dict[str, Tensor] = field(default_factory=dict)
+    parts: dict[str, Tensor] = field(default_factory=dict)
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def shared(self, key: Hashable, make: Callable[[], Any]) -> Any:

@@ -177,14 +177,17 @@ class Embedding(VocabParallelEmbedding):
 def head_forward(weight: Tensor, vocab: VocabShard, x: Tensor, batch: LocalBatch, ctx: ParallelContext) -> Any:
     """x [b, s, H] ([b, s/n, H] with SP) against weight [V/n, H]; `batch.head` says what for.
 
-    `loss`: fp32 sum of the cross entropy, times the column `loss_weight` where there is one, over this rank's valid
-    tokens (equal on tp ranks).
+    `loss`: fp32 sum of `batch.rule`'s loss, times the column `loss_weight` where there is one, over this rank's valid
+    tokens (equal on tp ranks); what the rule reports goes to the batch.
     `logprobs`: (log-probability of each label, entropy), fp32 [b, s] each, no gradient.
     """
-    options = HeadOptions(ctx.sequence_parallel)
+    options = HeadOptions(ctx.sequence_parallel, batch.temperature)
     if batch.head == "logprobs":
         return linear_logprobs(x, weight, batch.labels, vocab, options)
-    return linear_token_loss(x, weight, batch.labels, vocab, columns=batch.columns, options=options).loss
+    found = linear_token_loss(x, weight, batch.labels, vocab, batch.rule, batch.columns, options)
+    batch.means.update(found.means)
+    batch.parts.update(found.parts)
+    return found.loss
 
 
 class Head(nn.Module):

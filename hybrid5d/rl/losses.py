@@ -5,6 +5,8 @@ Whatever stands under the mask changes nothing, neither value nor gradient: tens
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -94,68 +96,90 @@ def policy_loss(
         ValueError: shapes, unknown names, clip_ratio_c of 1 or less, a tensor that a key needs and that is missing.
     """
     mask = response_mask.bool()
-    for name, x in (("logprobs", logprobs), ("old_logprobs", old_logprobs), ("advantages", advantages)):
+    given = {
+        "old_logprobs": old_logprobs, "advantages": advantages, "ref_logprobs": ref_logprobs,
+        "rollout_logprobs": rollout_logprobs,
+    }  # fmt: skip
+    columns = {name: x.detach() for name, x in given.items() if x is not None}
+    for name, x in (("logprobs", logprobs), *columns.items(), *([] if entropy is None else [("entropy", entropy)])):
         check_shape(name, x, mask)
+    for name in policy_columns(algorithm):
+        if name not in columns:
+            raise ValueError(f"{_why(name)} needs {name}")
+    if option(algorithm, "entropy_bonus", 0.0) and option(algorithm, "calculate_entropy", False) and entropy is None:
+        raise ValueError("entropy_bonus above 0 needs entropy")
     how = option(algorithm, "loss_agg_func", "token-mean")
-    current, old, adv = select(logprobs, mask), select(old_logprobs.detach(), mask), select(advantages.detach(), mask)
-    metrics: dict[str, Tensor] = {}
+    chosen = {name: select(x, mask) for name, x in columns.items()}
+    terms = policy_terms(algorithm, select(logprobs, mask), None if entropy is None else select(entropy, mask), chosen)
+    loss = aggregate(terms.loss, mask, how)
+    metrics = {name: aggregate(x.detach(), mask, "token-mean") for name, x in terms.means.items()}
+    metrics |= {name: aggregate(x.detach(), mask, how) for name, x in terms.parts.items()}
+    stop = option(algorithm, "early_stop_imp_ratio")
+    if stop is not None and metrics["ratio"].item() > stop:
+        # not loss * 0: inf * 0 is NaN, and so is its gradient
+        loss = logprobs.masked_fill(torch.ones_like(mask), 0.0).sum()
+    return loss, {name: float(value) for name, value in metrics.items()}
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """A loss per token; `means`: numbers averaged over tokens, `parts`: terms of the loss, averaged as it is."""
+
+    loss: Tensor
+    means: dict[str, Tensor]
+    parts: dict[str, Tensor]
+
+
+def policy_columns(algorithm: Any) -> tuple[str, ...]:
+    """What `policy_terms` needs of each token beside its log-probability."""
+    names = ["advantages", "old_logprobs"]
+    names += ["ref_logprobs"] if option(algorithm, "kl_beta", 0.0) else []
+    names += ["rollout_logprobs"] if option(algorithm, "importance_sampling_fix", False) else []
+    return tuple(names)
+
+
+def _why(name: str) -> str:
+    return {"ref_logprobs": "kl_beta above 0", "rollout_logprobs": "importance_sampling_fix"}.get(name, "the loss")
+
+
+def policy_terms(algorithm: Any, logprobs: Tensor, entropy: Tensor | None, columns: Mapping[str, Tensor]) -> LossTerms:
+    """The policy loss of each token, in any shape; see `policy_loss`, which takes the mean. Differentiable.
+
+    Raises:
+        ValueError: unknown names, clip_ratio_c of 1 or less, importance_sampling_fix without its clip.
+    """
+    old, adv = columns["old_logprobs"], columns["advantages"]
+    means: dict[str, Tensor] = {}
     if option(algorithm, "importance_sampling_fix", False):
-        weight = _rollout_weight(old, rollout_logprobs, mask)
-        metrics["importance_ratio"] = aggregate(weight, mask, "token-mean")
-        adv = adv * weight.clamp(max=_needed(algorithm, "importance_sampling_clip", "importance_sampling_fix"))
-    log_ratio = (current - old).clamp(
+        # how much likelier the training weights find what the generator chose: a constant
+        weight = (old - columns["rollout_logprobs"]).exp()
+        means["importance_ratio"] = weight
+        clip = option(algorithm, "importance_sampling_clip")
+        if clip is None:
+            raise ValueError("importance_sampling_fix needs importance_sampling_clip")
+        adv = adv * weight.clamp(max=clip)
+    log_ratio = (logprobs - old).clamp(
         min=option(algorithm, "clip_log_ratio_min", -torch.inf), max=option(algorithm, "clip_log_ratio_max", torch.inf)
     )
     ratio = log_ratio.exp()
-    per_token, clipped = _clipped(algorithm, ratio, adv)
-    policy = aggregate(per_token, mask, how)
-    loss, mean_ratio = policy, aggregate(ratio, mask, "token-mean")
-    metrics |= {
-        "policy_loss": policy,
-        "ratio": mean_ratio,
-        "clip_fraction": aggregate(clipped.to(ratio.dtype), mask, "token-mean"),
-        "approx_kl": -aggregate(log_ratio, mask, "token-mean"),
-    }
+    loss, clipped = _clipped(algorithm, ratio, adv)
+    parts = {"policy_loss": loss}
+    means |= {"ratio": ratio, "clip_fraction": clipped.to(ratio.dtype), "approx_kl": -log_ratio}
     beta = option(algorithm, "kl_beta", 0.0)
     if beta:
-        if ref_logprobs is None:
-            raise ValueError("kl_beta above 0 needs ref_logprobs")
-        check_shape("ref_logprobs", ref_logprobs, mask)
         kind = option(algorithm, "kl_penalty_type", "low_var_kl")
-        metrics["kl"] = aggregate(kl_penalty(current, select(ref_logprobs.detach(), mask), kind), mask, how)
-        loss = loss + beta * metrics["kl"]
+        parts["kl"] = kl_penalty(logprobs, columns["ref_logprobs"], kind)
+        loss = loss + beta * parts["kl"]
     if entropy is not None:
-        check_shape("entropy", entropy, mask)
-        metrics["entropy"] = aggregate(entropy, mask, how)
+        parts["entropy"] = entropy
     bonus = option(algorithm, "entropy_bonus", 0.0)
-    if bonus and option(algorithm, "calculate_entropy", False):
-        if entropy is None:
-            raise ValueError("entropy_bonus above 0 needs entropy")
-        loss = loss - bonus * metrics["entropy"]
-    stop = option(algorithm, "early_stop_imp_ratio")
-    if stop is not None and mean_ratio.item() > stop:
-        # not loss * 0: inf * 0 is NaN, and so is its gradient
-        loss = logprobs.masked_fill(torch.ones_like(mask), 0.0).sum()
-    return loss, {name: float(value.detach()) for name, value in metrics.items()}
-
-
-def _needed(algorithm: Any, name: str, because: str) -> Any:
-    value = option(algorithm, name)
-    if value is None:
-        raise ValueError(f"{because} needs {name}")
-    return value
-
-
-def _rollout_weight(old: Tensor, rollout: Tensor | None, mask: Tensor) -> Tensor:
-    """exp(old - rollout): how much likelier the training weights find what the generator chose. A constant."""
-    if rollout is None:
-        raise ValueError("importance_sampling_fix needs rollout_logprobs")
-    check_shape("rollout_logprobs", rollout, mask)
-    return (old - select(rollout.detach(), mask)).exp()
+    if bonus and entropy is not None and option(algorithm, "calculate_entropy", False):
+        loss = loss - bonus * entropy
+    return LossTerms(loss, means, parts)
 
 
 def _clipped(algorithm: Any, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """Per-token loss [B, T], and where the clip binds. Dual clip (Ye et al. 2020) bounds it for negative advantages."""
+    """Per-token loss, and where the clip binds. Dual clip (Ye et al. 2020) bounds it for negative advantages."""
     eps = option(algorithm, "ratio_clip_eps", 0.2)
     low, high = option(algorithm, "clip_ratio_low", eps), option(algorithm, "clip_ratio_high", eps)
     plain, held = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
@@ -185,16 +209,21 @@ def value_loss(
     if value_cliprange <= 0:
         raise ValueError(f"value_cliprange {value_cliprange} must be above 0")
     v, target, old = select(values, mask), select(returns.detach(), mask), select(old_values.detach(), mask)
-    held = old + (v - old).clamp(-value_cliprange, value_cliprange)
-    plain = F.huber_loss(v, target, reduction="none", delta=HUBER_DELTA)
-    bounded = F.huber_loss(held, target, reduction="none", delta=HUBER_DELTA)
-    loss = aggregate(torch.maximum(plain, bounded), mask, "token-mean")
-    metrics = {
-        "value_loss": float(loss.detach()),
-        "value_clip_fraction": float(aggregate((plain < bounded).to(v.dtype), mask, "token-mean")),
-        "explained_variance": _explained_variance(v.detach(), target, mask),
-    }
+    terms = value_terms(value_cliprange, v, {"returns": target, "old_values": old})
+    loss = aggregate(terms.loss, mask, "token-mean")
+    metrics = {name: float(aggregate(x.detach(), mask, "token-mean")) for name, x in terms.means.items()}
+    metrics["explained_variance"] = _explained_variance(v.detach(), target, mask)
     return loss, metrics
+
+
+def value_terms(value_cliprange: float, values: Tensor, columns: Mapping[str, Tensor]) -> LossTerms:
+    """The critic's loss of each token, in any shape; see `value_loss`, which takes the mean. Differentiable."""
+    target, old = columns["returns"], columns["old_values"]
+    held = old + (values - old).clamp(-value_cliprange, value_cliprange)
+    plain = F.huber_loss(values, target, reduction="none", delta=HUBER_DELTA)
+    bounded = F.huber_loss(held, target, reduction="none", delta=HUBER_DELTA)
+    loss = torch.maximum(plain, bounded)
+    return LossTerms(loss, {"value_loss": loss, "value_clip_fraction": (plain < bounded).to(values.dtype)}, {})
 
 
 def _explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:

@@ -9,7 +9,8 @@ computed in the forward pass as in Liger-Kernel (Hsu et al. 2024): one chunk of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +69,20 @@ class HeadOptions:
     chunk_tokens: int = 1024
 
 
-RuleResult = tuple[Tensor, Tensor, Tensor | None]
+@dataclass(frozen=True)
+class TokenTerms:
+    """What a rule makes of t tokens, [t] each.
+
+    Attributes:
+        loss, d_logp, d_entropy: the loss and its slopes; None: the rule does not read the entropy.
+        means: numbers to report, to be averaged over tokens; parts: terms of the loss, averaged as the loss is.
+    """
+
+    loss: Tensor
+    d_logp: Tensor
+    d_entropy: Tensor | None = None
+    means: Mapping[str, Tensor] = field(default_factory=dict)
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,32 +90,35 @@ class TokenRule:
     """A loss that is a function of each token's log-probability, entropy and columns.
 
     Attributes:
-        of: `of(logp, entropy, columns)`, fp32 [t] each, gives (loss, dloss/dlogp, dloss/dentropy), [t] each. What it
-            gives for tokens without a target is not used, so NaN there does no harm. Not seen by autograd.
-        entropy: whether the rule reads the entropy; without it `entropy` and the third result are None.
+        of: `of(logp, entropy, columns)`, fp32 [t] each, gives the terms. What it gives for tokens without a target is
+            not used, so NaN there does no harm. Not seen by autograd.
+        entropy: whether the rule reads the entropy; without it `entropy` is None.
+        needs: columns without which it does not work.
+        means, parts: names of what it reports (`TokenTerms`), the same for all tokens.
     """
 
-    of: Callable[[Tensor, Tensor | None, Columns], RuleResult]
+    of: Callable[[Tensor, Tensor | None, Columns], TokenTerms]
     entropy: bool = False
+    needs: tuple[str, ...] = ()
+    means: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
 
 
-def _cross_entropy(logp: Tensor, entropy: Tensor | None, columns: Columns) -> RuleResult:
-    weight = columns.get("loss_weight")
-    return (-logp, -torch.ones_like(logp), None) if weight is None else (-logp * weight, -weight, None)
-
-
-CROSS_ENTROPY = TokenRule(_cross_entropy)  # times the column `loss_weight` where there is one
+CROSS_ENTROPY = TokenRule(lambda logp, entropy, columns: TokenTerms(-logp, -torch.ones_like(logp)))
 
 
 class TokenLoss(NamedTuple):
     """A loss summed over the valid tokens (fp32, equal on every tp rank), and what it was computed from.
 
     logprobs, entropy: as `linear_logprobs` gives them, without a gradient; entropy is None where the rule needs none.
+    means, parts: the rule's, summed over the valid tokens, fp64; parts times the column `loss_weight`, as the loss.
     """
 
     loss: Tensor
     logprobs: Tensor
     entropy: Tensor | None
+    means: dict[str, Tensor]
+    parts: dict[str, Tensor]
 
 
 class _Scores(NamedTuple):
@@ -169,11 +186,16 @@ def _runs(total: int, size: int) -> Iterator[slice]:
     return (slice(begin, min(begin + size, total)) for begin in range(0, total, size))
 
 
+def _selected(x: Tensor, *, weight: Tensor | None, ignored: Tensor) -> Tensor:
+    """`x`, times the weight, of tokens with a target; 0 elsewhere, whatever stands there."""
+    return (x if weight is None else x * weight).masked_fill(ignored, 0.0)
+
+
 class _LinearTokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, rule: TokenRule,
-        columns: Columns, options: HeadOptions,
+        columns: Columns, options: HeadOptions, reported: tuple[dict[str, Tensor], dict[str, Tensor]],
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         need_h, need_w = ctx.needs_input_grad[:2]
         wide, tokens = _wide(hidden), hidden.shape[0]
@@ -185,15 +207,21 @@ class _LinearTokenLoss(torch.autograd.Function):
         for rows in _runs(tokens, options.chunk_tokens):
             h, t = hidden[rows], targets[rows]
             scores = _score(h, real_w, t, shard, options.temperature, rule.entropy)
-            loss, *slopes = rule.of(scores.logp, scores.entropy, {k: v[rows] for k, v in columns.items()})
+            terms = rule.of(scores.logp, scores.entropy, {k: v[rows] for k, v in columns.items()})
             ignored = t == IGNORE_INDEX
-            total += loss.masked_fill(ignored, 0.0).sum()
+            weight_of = columns["loss_weight"][rows] if "loss_weight" in columns else None
+            weigh = partial(_selected, weight=weight_of, ignored=ignored)
+            total += weigh(terms.loss).sum()
+            for sums, found, select in zip(reported, (terms.means, terms.parts), (partial(weigh, weight=None), weigh)):
+                for name, values in found.items():
+                    sums[name] = sums.get(name, 0.0) + select(values).double().sum()
             logprobs[rows] = scores.logp
             if scores.entropy is not None:
                 entropies[rows] = scores.entropy
             if need_h or need_w:
                 d_logp, d_entropy = (
-                    None if d is None else d.to(wide).masked_fill(ignored, 0.0) / options.temperature for d in slopes
+                    None if d is None else weigh(d.to(wide)) / options.temperature
+                    for d in (terms.d_logp, terms.d_entropy)
                 )
                 assert d_logp is not None
                 dlogits = _gradient(scores, d_logp, d_entropy).to(weight.dtype)
@@ -215,7 +243,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         grad_h, grad_w = ctx.saved_tensors
         dh = None if grad_h is None else (grad_h * grads[0]).to(grad_h.dtype)
         dw = None if grad_w is None else (grad_w * grads[0]).to(ctx.weight_dtype)
-        return dh, dw, None, None, None, None, None
+        return dh, dw, *[None] * 6
 
 
 def _entered(hidden: Tensor, targets: Tensor, shard: VocabShard, options: HeadOptions) -> tuple[Tensor, Tensor]:
@@ -239,16 +267,17 @@ def linear_token_loss(
 
     hidden [..., H], the same on every tp rank ([b, s/n, H] with SP), weight [V/n, H], targets [...] (IGNORE_INDEX = no
     target), columns [...] each. Backward all-reduces the gradient of hidden over tp (reduce-scatters with SP). Without
-    a valid target the loss and its gradients are exactly zero.
+    a valid target the loss and its gradients are exactly zero. The column `loss_weight` multiplies each token's loss.
 
     Raises:
         ValueError: the shapes of hidden and targets do not belong together.
     """
     flat, t = _entered(hidden, targets, shard, options)
     flat_columns = {name: c.reshape(-1) for name, c in (columns or {}).items()}
-    loss, logprobs, entropy = _LinearTokenLoss.apply(flat, weight, t, shard, rule, flat_columns, options)
+    reported: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+    loss, logprobs, entropy = _LinearTokenLoss.apply(flat, weight, t, shard, rule, flat_columns, options, reported)
     shape = targets.shape
-    return TokenLoss(loss, logprobs.view(shape), entropy.view(shape) if rule.entropy else None)
+    return TokenLoss(loss, logprobs.view(shape), entropy.view(shape) if rule.entropy else None, *reported)
 
 
 def linear_cross_entropy(

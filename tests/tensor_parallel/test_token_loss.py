@@ -17,6 +17,7 @@ from hybrid5d.tensor_parallel import (
     IGNORE_INDEX,
     HeadOptions,
     TokenRule,
+    TokenTerms,
     VocabShard,
     linear_logprobs,
     linear_token_loss,
@@ -49,7 +50,7 @@ def _given(rank: int, world: int, logits: list[float], token: int, temperature: 
 
         def rule(logp: Tensor, entropy: Tensor | None, columns: Any, slopes: Any = slopes) -> Any:
             a, b = (torch.full_like(logp, s) for s in slopes)
-            return a * logp + b * entropy, a, b
+            return TokenTerms(a * logp + b * entropy, a, b)
 
         result = linear_token_loss(
             hidden, weight, torch.tensor([token]), shard, TokenRule(rule, entropy=True), None, options
@@ -112,7 +113,7 @@ def _policy(logp: Tensor, entropy: Tensor, columns: Any) -> Tensor:
 def _policy_rule(logp: Tensor, entropy: Tensor | None, columns: Any) -> Any:
     assert entropy is not None
     gain = -columns["advantages"] * torch.exp(logp - columns["old"])
-    return _policy(logp, entropy, columns), gain, -0.1 * columns["advantages"].abs()
+    return TokenTerms(_policy(logp, entropy, columns), gain, -0.1 * columns["advantages"].abs())
 
 
 def _rule_rank(rank: int, world: int, sp: bool, chunk: int) -> dict[str, Any]:
@@ -189,7 +190,7 @@ def _peak_of(what: str, tokens: int = 2048, vocab: int = 50_000) -> float:
     targets, shard = torch.randint(0, vocab, (tokens,)), VocabShard.of(vocab, Axis.single())
 
     def bonus(logp: Tensor, entropy: Tensor | None, columns: Any) -> Any:
-        return -logp, torch.full_like(logp, -1.0), torch.full_like(logp, -0.1)
+        return TokenTerms(-logp, torch.full_like(logp, -1.0), torch.full_like(logp, -0.1))
 
     def run() -> None:
         if what == "logprobs":
