@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 EXIT_REFUSED = 2  # exit code of every refusal
+EXIT_STOPPED = 3  # stopped on request; everything is saved
 Subject = TypeVar("Subject")
 
 

@@ -26,7 +26,7 @@ Launcher = Annotated[
 
 
 def train(run: Run, overrides: Overrides = None, num_procs: NumProcs = None, launcher: Launcher = None) -> None:
-    """Train. Exit 0: the run reached its end; 2: refused; 143, 130: SIGTERM, SIGINT; else failed."""
+    """Train. Exit 0: the run reached its end; 1: it failed; 2: refused; 3: stopped by SIGTERM, all saved."""
     _start(run, overrides, num_procs, launcher, "train")
 
 

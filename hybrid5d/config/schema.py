@@ -119,6 +119,13 @@ class RunnerConfig(Block):
         ge=1,
         unread="only enable_dynamic_batch_size reads it",
     )
+    grace_seconds: Float = key(
+        30.0,
+        "after SIGTERM: finish the step, save and end within this time; else the last whole checkpoint is what stays",
+        "seconds",
+        gt=0,
+        to="grace_seconds",
+    )
     cpu_backend: Literal["auto", "shm", "gloo"] = key(
         "gloo",
         "collectives on CPU: gloo, shm (shared memory, one host), auto (shm for groups on one host)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections import deque
@@ -30,6 +31,8 @@ _encode: Callable[[Any], Any]  # of a worker process, set once when it starts
 
 def _start(encode: Callable[[Any], Any]) -> None:
     global _encode
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # sent to a whole job; the caller answers, and ends this process
+        signal.signal(number, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     threading.Thread(target=_end_with_caller, name="hybrid5d-caller", daemon=True).start()
     _encode = encode

@@ -20,12 +20,16 @@ from hybrid5d.plan.run import RunPlan
 from hybrid5d.train.lock import take
 from hybrid5d.train.run_folder import RunFolder
 
+TORCHRUN_GRACE_SECONDS = 30  # torch.distributed.elastic's own limit; accelerate launches through it
+
 if TYPE_CHECKING:
     from hybrid5d.engine.engine import Engine
 
 
-def train(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | None) -> None:
-    """Train to the end. What can be refused of the run folder and of data files is, before a process group exists.
+def train(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | None) -> int:
+    """Train to the end, or till a stop is asked; returns the exit code.
+
+    What can be refused of the run folder and of data files is, before a process group exists.
 
     Args:
         run_dir: where the launcher of `hybrid5d train`, which holds the folder, has made everything ready.
@@ -34,6 +38,11 @@ def train(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | None)
     if first:
         take(folder.path, "rank 0", under_launcher=run_dir is not None)  # to the end of this process
         notices = [*notices, *(folder.prepare(plan) if run_dir is None else ())]
+        grace = plan.config.runner.grace_seconds
+        if run_dir is None and "TORCHELASTIC_RUN_ID" in os.environ and grace > TORCHRUN_GRACE_SECONDS:
+            notices.append(
+                f"torchrun kills ranks {TORCHRUN_GRACE_SECONDS} s after SIGTERM: runner.grace_seconds={grace:g} is cut"
+            )
     job.where = "reading the data"
     dp_rank = plan.layout.coordinate(job.env.rank).dp
     loader = loader_from_plan(plan, dp_rank)
@@ -53,13 +62,16 @@ def train(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | None)
     def note(where: str) -> None:
         job.where = where
 
-    result = Trainer(engine, loader, folder, eval_loader=eval_loader, note=note).run()
-    _leave(job)
+    job.grace_seconds = plan.config.runner.grace_seconds
+    result = Trainer(engine, loader, folder, eval_loader=eval_loader, note=note, requests=job.requests).run()
+    _barrier()
     if first:
         folder.write_result(result)
+    _leave(job)
+    return int(result["exit_code"])
 
 
-def evaluate(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | None) -> None:
+def evaluate(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | None) -> int:
     """Loss over data.val_data_paths; result.json goes beside the run's own files, into `eval/`."""
     first, folder = job.env.rank == 0, RunFolder.of(plan)
     target = RunFolder(folder / "eval")
@@ -78,11 +90,14 @@ def evaluate(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | No
     source = _resume(job, engine, folder)
     job.where = "evaluation"
     result = trainer.evaluate(engine, loader)
+    assert result is not None
     if first:
         say(f"eval of {source or plan.config.actor.model.model_path}: {result}", sys.stdout)
-    _leave(job)
+    _barrier()
     if first:
-        target.write_result(result.record(engine.global_step))
+        target.write_result({"exit_code": 0, **result.record(engine.global_step)})
+    _leave(job)
+    return 0
 
 
 def _introduction(plan: RunPlan, env: LaunchEnv, loader: Loader | None, notices: Sequence[str]) -> list[str]:
@@ -146,11 +161,15 @@ def _resume(job: Job, engine: Engine, folder: RunFolder, loader: Loader | None =
     return resumed.source
 
 
-def _leave(job: Job) -> None:
-    """All ranks are here; those after the first are done."""
+def _barrier() -> None:
     import torch.distributed as dist
 
-    job.where = "the end"
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
+
+
+def _leave(job: Job) -> None:
+    """No rank ends before all are here: the result is written then, and an exit code other than 0 ends the others."""
+    job.where = "the end"
+    _barrier()
     job.finish()

@@ -8,14 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from hybrid5d.console import say
 from hybrid5d.errors import ConfigError, ConfigErrors
 from hybrid5d.launch.preflight import Argv, plan_run
-from hybrid5d.launch.watch import EXIT_FAILED
+from hybrid5d.launch.watch import EXIT_FAILED, rank_processes
 from hybrid5d.plan.draft import Purpose
 from hybrid5d.plan.outputs import write_settings
 from hybrid5d.train.lock import take
@@ -23,7 +23,7 @@ from hybrid5d.train.run_folder import RunFolder
 
 LAUNCHERS = ("deepspeed", "accelerate", "torchrun", "python")
 WORKER = "hybrid5d.worker"
-_PATIENCE_SECONDS = 3.0  # after SIGTERM: ranks answer it at once, `deepspeed` on one node never
+_PATIENCE_SECONDS = 5.0  # beyond the time that the ranks have to save and end
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
 
 
@@ -55,10 +55,13 @@ def launch(argv: Argv, num_procs: int | None, launcher: str | None, purpose: Pur
         lines = [f"run directory: {folder.path}", *(f"notice: {n}" for n in notices)]
         say("\n".join(lines), sys.stdout)
         options = ["--run-dir", str(folder.path), "--digest", digest, *(["--eval"] if evaluate else [])]
-        code = _run([*command(chosen, count), *options])
+        code = _run([*command(chosen, count), *options], plan.config.runner.grace_seconds)
     finally:
         lock.release()
-    if code == 0 and not folder.finished():
+    ended = folder.exit_code()
+    if ended:  # torchrun and accelerate turn every code other than 0 into 1
+        return ended
+    if code == 0 and ended is None:
         say(f"{chosen} returned 0, but the run did not reach its end: {folder.path} has no result.json")
         return EXIT_FAILED
     return code
@@ -98,7 +101,7 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _run(words: list[str]) -> int:
+def _run(words: list[str], grace_seconds: float) -> int:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_root()), *_inherited_path()])}
     environ.setdefault("PYTHONUNBUFFERED", "1")
     environ.setdefault("DS_LOG_LEVEL", "error")  # DeepSpeed's launcher logs what it starts; ours has said it
@@ -107,7 +110,7 @@ def _run(words: list[str]) -> int:
     if len(words) > 3 and words[2] != WORKER:
         environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun and accelerate warn at length where it is unset
     process = subprocess.Popen(words, env=environ, start_new_session=True)
-    with _forwarded(process):
+    with _forwarded(process, grace_seconds):
         code = process.wait()
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)  # whatever the launcher left behind
@@ -123,23 +126,41 @@ def _inherited_path() -> list[str]:
 
 
 @contextlib.contextmanager
-def _forwarded(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """SIGTERM and SIGINT end the whole group of the launcher, which is then killed; exit code 143 or 130."""
+def _forwarded(process: subprocess.Popen[bytes], grace_seconds: float) -> Iterator[None]:
+    """Signals go to the ranks, not to the launcher between: none passes SIGUSR1 on, and `deepspeed` no SIGTERM.
 
-    def stop(signum: int, _: object) -> None:
-        say(f"{signal.Signals(signum).name}: ending the run")
-        with contextlib.suppress(OSError):
-            os.killpg(process.pid, signal.SIGTERM)
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
+    A first SIGTERM asks for a save and the end, within the grace; SIGINT and a second SIGTERM end everything at once,
+    with exit code 130 and 143.
+    """
+    limit: threading.Timer | None = None
+
+    def kill() -> None:
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
-        raise SystemExit(128 + signum)
 
-    before = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
+    def forward(number: int, _: object) -> None:
+        nonlocal limit
+        ranks = rank_processes(process.pid)
+        for pid in ranks if number != signal.SIGINT else ():
+            with contextlib.suppress(OSError):
+                os.kill(pid, number)
+        if number == signal.SIGUSR1:
+            say("SIGUSR1: saving after this step" if ranks else "SIGUSR1: the ranks are not there yet")
+        elif number == signal.SIGTERM and ranks and limit is None:
+            say(f"SIGTERM: saving and stopping after this step, within {grace_seconds:g} s")
+            limit = threading.Timer(grace_seconds + _PATIENCE_SECONDS, kill)
+            limit.daemon = True
+            limit.start()
+        else:
+            say(f"{signal.Signals(number).name}: ending the run")
+            kill()
+            raise SystemExit(128 + number)
+
+    before = {s: signal.signal(s, forward) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
         yield
     finally:
+        if limit is not None:
+            limit.cancel()
         for s, handler in before.items():
             signal.signal(s, handler)

@@ -22,11 +22,12 @@ from pathlib import Path
 import psutil
 
 from hybrid5d.console import say
-from hybrid5d.errors import EXIT_REFUSED, HybridError
+from hybrid5d.errors import EXIT_REFUSED, EXIT_STOPPED, HybridError
 from hybrid5d.launch.env import LaunchEnv
+from hybrid5d.train.requests import Request, Requests
 
 EXIT_FAILED = 1
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)  # exit codes 143 and 130
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # stop and save, end at once, save
 GRACE_SECONDS = 8.0  # for the cause to be told, and for the launcher to end this rank
 _POLL_SECONDS = 1.0
 _PREFIX = "hybrid5d-"
@@ -37,12 +38,16 @@ class Job:
 
     Attributes:
         where: what the rank is doing, for messages ("step 2").
+        requests: what signals ask; the training loop answers them.
+        grace_seconds: how long it may take to.
     """
 
     def __init__(self, env: LaunchEnv, root: Path | None = None, *, started: bool = False):
         """`started`: by `hybrid5d train`, whose end ends a single process too (a shell's does not)."""
         self.env = env
         self.where = "start"
+        self.requests, self.grace_seconds = Requests(), 30.0
+        self._deadline: float | None = None
         parent = psutil.Process().ppid()
         self.ancestors = _launch_processes(parent) if env.world_size > 1 or started else []
         name = f"{_PREFIX}{os.getuid()}-{parent}-{_started(parent)}"
@@ -53,16 +58,17 @@ class Job:
     # --- life -------------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Make this rank known to the others, start to watch them, and answer SIGTERM and SIGINT from here on."""
+        """Make this rank known to the others, start to watch them, and answer signals from here on."""
         self.joined = True
-        if self.env.world_size > 1:
+        if self.env.world_size > 1 or self.ancestors:
             self._make_folder()
             (self.folder / f"{self.env.rank}.pid").write_text(f"{os.getpid()} {_started(os.getpid())}")
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        for number in STOP_SIGNALS:  # the thread answers, also while the main one waits in gloo
+        for number in SIGNALS:  # the thread answers, also while the main one waits in gloo
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=_forget_signals)  # a child's signal is not this rank's
         threading.Thread(target=self._watch, args=(reader,), name="hybrid5d-watch", daemon=True).start()
 
     def _make_folder(self) -> None:
@@ -73,8 +79,7 @@ class Job:
     def finish(self) -> None:
         """This rank did its work: from now on its absence is no failure."""
         self._stop.set()
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
+        _forget_signals()
         if self.env.world_size == 1:
             return
         (self.folder / f"{self.env.rank}.done").touch()
@@ -130,14 +135,14 @@ class Job:
         while not self._stop.is_set():
             ready, _, _ = select.select([reader], [], [], _POLL_SECONDS)
             for number in os.read(reader, 64) if ready else b"":
-                if number in STOP_SIGNALS:
-                    self._stopped(signal.Signals(number))
+                if number in SIGNALS:
+                    self._signalled(signal.Signals(number))
             if self._stop.is_set():
                 return
+            if self._deadline is not None and time.monotonic() > self._deadline:
+                self._end(f"not done {self.grace_seconds:g} s after SIGTERM (runner.grace_seconds)", EXIT_FAILED)
             if any(not _same(pid, started) for pid, started in self.ancestors):
-                if self._claim():
-                    say(f"{self._prefix()}{self.where}: the launcher is gone; stopping")
-                os._exit(EXIT_FAILED)
+                self._orphaned()
             if self._failed():
                 failed_since = failed_since or time.monotonic()
                 if time.monotonic() - failed_since > GRACE_SECONDS:
@@ -145,11 +150,38 @@ class Job:
             elif self._tell_gone():
                 os._exit(EXIT_FAILED)
 
-    def _stopped(self, number: signal.Signals) -> None:
-        """End by a signal, named once; a launcher that ends the ranks of a failed one sends SIGTERM as well."""
+    def _signalled(self, number: signal.Signals) -> None:
+        """SIGUSR1 asks for a save, a first SIGTERM for a save and the end; else the end comes at once.
+
+        A launcher that ends the ranks of a failed one sends SIGTERM as well: it is no request then.
+        """
+        if number == signal.SIGUSR1:
+            self.requests.ask(Request.SAVE)
+        elif number == signal.SIGTERM and not self._failed() and not self.gone() and self._will_answer():
+            self.requests.ask(Request.STOP)
+            self._deadline = time.monotonic() + self.grace_seconds
+        elif number == signal.SIGTERM and not self.requests.answered and not self._failed():
+            self._end(f"stopped by {number.name}; there was nothing to save yet", EXIT_STOPPED)
+        else:
+            self._end(f"stopped by {number.name}", 128 + number)
+
+    def _orphaned(self) -> None:
+        """A launcher that is gone (`deepspeed` on SIGTERM, or killed) asks for a save and the end, like SIGTERM."""
+        self.ancestors = []
+        if not self._will_answer():
+            self._end("the launcher is gone; stopping", EXIT_FAILED)
+        self.warn("the launcher is gone: saving and stopping after this step")
+        self.requests.ask(Request.STOP)
+        self._deadline = time.monotonic() + self.grace_seconds
+
+    def _will_answer(self) -> bool:
+        return self.requests.answered and self.requests.asked is not Request.STOP
+
+    def _end(self, text: str, code: int) -> None:
+        """End at once, with the reason told once."""
         if not self._failed() and not self._tell_gone() and self._claim():
-            say(f"{self._prefix()}{self.where}: stopped by {number.name}")
-        os._exit(128 + number)
+            say(f"{self._prefix()}{self.where}: {text}")
+        os._exit(code)
 
     def _tell_gone(self) -> bool:
         gone = [] if self._failed() else self.gone()
@@ -192,6 +224,23 @@ class Job:
 
     def _prefix(self) -> str:
         return f"[rank {self.env.rank}] " if self.env.world_size > 1 else ""
+
+
+def _forget_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def rank_processes(launcher: int) -> list[int]:
+    """Process ids of the ranks on this node below a launcher of ours that watch for signals by now."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(launcher)
+        parents = [process.ppid(), launcher, *(child.pid for child in process.children(recursive=True))]
+        root = Path(tempfile.gettempdir())
+        files = [f for p in parents for f in root.glob(f"{_PREFIX}{os.getuid()}-{p}-{_started(p)}/*.pid")]
+        return [int(f.read_text().split()[0]) for f in files if _alive(f)]
+    return []
 
 
 def _one_line(exc: BaseException) -> str:

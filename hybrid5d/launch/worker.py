@@ -2,7 +2,8 @@
 
 The configuration is checked first, without torch; rank 0 alone prints what is refused. `hybrid5d train` gives
 `--run-dir DIR --digest HASH` instead: the settings that it checked and wrote, and the proof that they are still those.
-Exit codes: 0 the end was reached, 2 refused, 143 and 130 stopped by SIGTERM and SIGINT, else 1.
+Exit codes: 0 the end was reached, 2 refused, 3 stopped by SIGTERM with everything saved, 130 by SIGINT, 143 by a second
+SIGTERM, else 1.
 """
 
 from __future__ import annotations
@@ -69,12 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         job.join()
         from hybrid5d.launch.run import evaluate, train  # imports numpy, and torch in the end
 
-        (evaluate if args.eval else train)(job, plan, notices, args.run_dir)
+        code = (evaluate if args.eval else train)(job, plan, notices, args.run_dir)
     except BaseException as exc:
         if isinstance(exc, SystemExit) and not exc.code and not job.joined:
             raise  # --help
         _leave(job.fail(exc))
-    return 0
+    return code
 
 
 def _leave(code: int) -> NoReturn:

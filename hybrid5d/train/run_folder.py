@@ -5,7 +5,7 @@ OUTPUT_DIR/EXPERIMENT_NAME/
   env.json                                                       versions, machine, launcher
   metrics.jsonl  eval.jsonl                                      one object a step / an evaluation
   checkpoints/  hf/                                              training checkpoints, the exported model
-  result.json                                                    only after a run that reached its end
+  result.json                                                    after a run that reached its end or stopped as asked
   run.lock                                                       who uses the folder now
   earlier-1/ ...                                                 what earlier runs left here, whole
 """
@@ -134,13 +134,16 @@ class RunFolder:
         return record if isinstance(record, dict) and record.get("steps") == step else None
 
     def write_result(self, values: Mapping[str, Any]) -> None:
-        """result.json, the mark of a run that reached its end."""
+        """result.json, the mark of a run that reached its end or stopped as asked (its `exit_code`)."""
         write_files(self.path, {RESULT: json_text(dict(values))})
         (self / _PREVIOUS).unlink(missing_ok=True)
 
-    def finished(self) -> bool:
-        """A run reached its end here."""
-        return (self / RESULT).is_file()
+    def exit_code(self) -> int | None:
+        """What the run of this start says of its end, whatever its launcher returned; None: it did not come to one."""
+        try:
+            return int(json.loads((self / RESULT).read_text(encoding="utf-8"))["exit_code"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
 
 def _unwritable(path: Path, exc: OSError) -> ConfigError:

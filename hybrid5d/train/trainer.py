@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from hybrid5d.checkpoint.manifest import resolve_resume
 from hybrid5d.data.loader import EvalLoader, Loader
 from hybrid5d.engine.results import StepResult
-from hybrid5d.errors import DamagedCheckpoint, HybridError
+from hybrid5d.errors import EXIT_STOPPED, DamagedCheckpoint, HybridError
 from hybrid5d.parallel.agree import gather_objects, together, world_axis
 from hybrid5d.train.metrics import Console, JsonLines, Tracker, duration, open_trackers, step_record
+from hybrid5d.train.requests import Request, Requests
 from hybrid5d.train.run_folder import CHECKPOINTS, EVALS, HF, METRICS, RunFolder
 
 if TYPE_CHECKING:
@@ -63,10 +64,15 @@ class Evaluation:
         }  # fmt: skip
 
 
-def evaluate(engine: Engine, loader: EvalLoader) -> Evaluation:
-    """Token-mean loss over every row of `loader`, each once. Nothing is changed. Collective over the world."""
+def evaluate(engine: Engine, loader: EvalLoader, left: Callable[[], bool] = lambda: False) -> Evaluation | None:
+    """Token-mean loss over every row of `loader`, each once. Nothing is changed. Collective over the world.
+
+    `left`: asked before each batch, the same answer on every rank; True ends the evaluation without a result.
+    """
     total, valid, rows = 0.0, 0, 0
     for batch in loader:
+        if left():
+            return None
         result = engine.eval_batch(batch)
         total, valid = total + result.loss * result.valid_tokens, valid + result.valid_tokens
         rows += len(batch.row_ids)
@@ -126,6 +132,7 @@ class Trainer:
 
     Args:
         note: told what happens now ("step 3"), for messages of failures.
+        requests: what signals ask; answered between steps, and between the batches of an evaluation.
     """
 
     def __init__(
@@ -136,8 +143,10 @@ class Trainer:
         *,
         eval_loader: EvalLoader | None = None,
         note: Callable[[str], None] = lambda where: None,
+        requests: Requests | None = None,
     ):
         self.engine, self.loader, self.eval_loader, self.folder, self.note = engine, loader, eval_loader, folder, note
+        self.requests = requests or Requests()
         self.first = engine.ctx.rank == 0
         self.runner = engine.plan.config.runner
         self.console = Console(self.first, loader.total_steps)
@@ -149,7 +158,7 @@ class Trainer:
         self._trackers: list[Tracker] = []
 
     def run(self) -> dict[str, Any]:
-        """Train until `max_steps` or `max_epochs`; returns what result.json says.
+        """Train until `max_steps` or `max_epochs`, or till a stop is asked; returns what result.json says.
 
         Raises:
             TrainingError: loss or norm is not finite. DataError, CheckpointError: as they occur.
@@ -157,14 +166,18 @@ class Trainer:
         started, last = time.perf_counter(), None
         self._open()
         try:
-            step = self.start_step
-            if step == 0 and self.loader.total_steps != 0 and self._evaluates:
+            step, total = self.start_step, self.loader.total_steps
+            self.requests.answered = True
+            if step == 0 and total != 0 and self._evaluates:
                 self.evaluate()
-            while self.loader.total_steps is None or step < self.loader.total_steps:
+            request = self._answer()
+            while request is not Request.STOP and (total is None or step < total):
                 self.note(f"step {step + 1}")
                 last = self._step(step)
                 step += 1
-            result = self._end(last, time.perf_counter() - started)
+                request = self._answer()
+            ended = step == total or (total is not None and step > total)
+            result = self._end(last, time.perf_counter() - started) if ended else self._stopped(last)
         finally:
             self._close()
         return result
@@ -200,6 +213,27 @@ class Trainer:
             self._save()
         return result
 
+    def _answer(self) -> Request:
+        """Agree on what signals ask, and save. Collective over the world."""
+        request, step = self.requests.agree(self.engine.device), self.engine.global_step
+        if request is not Request.NOTHING and step and self._saved_at != step:
+            self._save()
+        return request
+
+    def _stopped(self, last: StepResult | None) -> dict[str, Any]:
+        """A run that was asked to stop: what result.json says of it. Everything is saved."""
+        step = self.engine.global_step
+        where = self._checkpoint_of(step)
+        self.console.say(
+            f"stopped as asked after step {step}; all of it is in {where}: runner.resume_dir=auto goes on"
+            if where
+            else "stopped as asked before the first step; there is nothing to save"
+        )
+        return {"exit_code": EXIT_STOPPED, "steps": step, "loss": last.loss if last else None, "checkpoint": where}
+
+    def _checkpoint_of(self, step: int) -> str | None:
+        return str(self.folder / CHECKPOINTS / f"global_step_{step}") if self._saved_at == step else None
+
     @property
     def _evaluates(self) -> bool:
         return self.eval_loader is not None and self.runner.val_check_interval > 0
@@ -210,7 +244,11 @@ class Trainer:
             return None
         step = self.engine.global_step
         self.note(f"evaluation after step {step}")
-        found = evaluate(self.engine, self.eval_loader)
+        found = evaluate(
+            self.engine, self.eval_loader, lambda: self.requests.agree(self.engine.device, keep=True) is Request.STOP
+        )
+        if found is None:
+            return None
         if self._evals is not None:
             self._evals.write(found.record(step))
         self._track(step, "eval", {"loss": found.loss, "perplexity": found.perplexity})
@@ -240,9 +278,9 @@ class Trainer:
             self.console.say(f"nothing to do: the run is at step {step} of {self.loader.total_steps}")
             earlier = gather_objects(self.folder.earlier_result(step) if self.first else None, axis)[0]
             if earlier is not None or step == 0:
-                return earlier or {"steps": 0, "loss": None, "seconds": 0.0}
+                return earlier or {"exit_code": 0, "steps": 0, "loss": None, "seconds": 0.0}
         loss = last.loss if last else gather_objects(self.folder.last_loss(step) if self.first else None, axis)[0]
-        result: dict[str, Any] = {"steps": step, "loss": loss, "seconds": round(seconds, 3)}
+        result: dict[str, Any] = {"exit_code": 0, "steps": step, "loss": loss, "seconds": round(seconds, 3)}
         if self._evaluates and (last is None or step % self.runner.val_check_interval):
             self.evaluate()
         if self._evaluations:

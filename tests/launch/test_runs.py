@@ -101,9 +101,8 @@ def test_the_same_command_again_keeps_the_result(tmp_path: Path) -> None:
     assert [m["step"] for m in metrics(result.parent)] == [1, 2, 3, 4, 5]
 
 
-@FULL
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_rank_that_is_stopped_names_the_signal(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=FULL)])
+def test_a_signal_to_one_rank_is_the_jobs(tmp_path: Path, number: signal.Signals) -> None:
     path = write_run(tmp_path / "a")
     words = [*launcher("torchrun", 2), "--config", str(path), TP2, "runner.max_steps=1000000"]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=REPO)
@@ -116,6 +115,12 @@ def test_a_rank_that_is_stopped_names_the_signal(tmp_path: Path, number: signal.
     finally:
         process.kill()
     assert process.returncode != 0
+    result = tmp_path / "a" / "run" / "result.json"
+    if number == signal.SIGTERM:
+        assert "[rank" not in text and json.loads(result.read_text())["exit_code"] == 3
+        assert Path(json.loads(result.read_text())["checkpoint"]).is_dir()
+        return
+    assert not result.exists()
     told = [line for line in text.splitlines() if line.startswith("[rank ")]
     assert len(told) == 1 and told[0].startswith("[rank 1] step ") and told[0].endswith(f"stopped by {number.name}")
 

@@ -143,7 +143,7 @@ def leave_a_run(folder: RunFolder) -> None:
     (folder / "hf").mkdir()
     (folder / "hf" / "config.json").write_text("{}")
     (folder / METRICS).write_text('{"step": 4, "loss": 1.5}\n')
-    folder.write_result({"steps": 4, "loss": 1.5, "hf": "there"})
+    folder.write_result({"exit_code": 0, "steps": 4, "loss": 1.5, "hf": "there"})
 
 
 def test_a_fresh_start_keeps_an_earlier_run_aside_whole(tmp_path: Path) -> None:
@@ -157,10 +157,10 @@ def test_a_fresh_start_keeps_an_earlier_run_aside_whole(tmp_path: Path) -> None:
         (notice,) = folder.prepare(plan_of(tmp_path / "a", "actor.optim.lr=0.5"))
         assert notice == f"{folder.path}: what an earlier run left there is kept in earlier-{number}/"
         aside = RunFolder(folder / f"earlier-{number}")
-        assert aside.finished() and (aside / METRICS).exists() and (aside / "hf" / "config.json").exists()
+        assert aside.exit_code() == 0 and (aside / METRICS).exists() and (aside / "hf" / "config.json").exists()
         assert (aside / "checkpoints" / "global_step_4").is_dir()
         assert (aside / "resolved.yaml").read_text() == settings
-        assert not folder.finished() and not (folder / "checkpoints").exists() and not (folder / METRICS).exists()
+        assert folder.exit_code() is None and not (folder / "checkpoints").exists() and not (folder / METRICS).exists()
 
 
 def test_a_start_from_elsewhere_is_a_fresh_one_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,13 +179,13 @@ def test_resuming_here_moves_nothing_and_knows_the_earlier_result(tmp_path: Path
     leave_a_run(folder)
     with pytest.raises(CheckpointError, match="none is whole"):
         folder.prepare(plan)
-    assert folder.finished() and not (folder / "resolved.yaml").exists(), "nothing was touched"
+    assert folder.exit_code() == 0 and not (folder / "resolved.yaml").exists(), "nothing was touched"
     put(folder / "checkpoints", "global_step_3")
-    assert folder.prepare(plan) == [] and (folder / METRICS).exists() and not folder.finished()
+    assert folder.prepare(plan) == [] and (folder / METRICS).exists() and folder.exit_code() is None
     assert folder.earlier_result(3) is None
     assert folder.earlier_result(4) == {"steps": 4, "loss": 1.5, "hf": "there"}
     assert folder.last_loss(4) == 1.5 and folder.last_loss(3) is None
-    folder.write_result({"steps": 5})
+    folder.write_result({"exit_code": 0, "steps": 5})
     assert folder.earlier_result(4) is None and json.loads((folder / RESULT).read_text()) == {"steps": 5}
 
 

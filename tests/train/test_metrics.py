@@ -76,9 +76,9 @@ def test_resuming_cuts_what_comes_after(tmp_path: Path) -> None:
 
 def test_a_result_marks_the_end(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    assert not folder.finished()
-    folder.write_result({"steps": 4})
-    assert folder.finished()
+    assert folder.exit_code() is None
+    folder.write_result({"exit_code": 0, "steps": 4})
+    assert folder.exit_code() == 0
 
 
 def test_environment_names_versions_and_launcher() -> None:
