@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+EXIT_FAILED = 1
 EXIT_REFUSED = 2  # exit code of every refusal
 EXIT_STOPPED = 3  # stopped on request; everything is saved
 Subject = TypeVar("Subject")

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybrid5d.console import say
-from hybrid5d.errors import ConfigError, ConfigErrors
+from hybrid5d.errors import EXIT_FAILED, ConfigError, ConfigErrors
 from hybrid5d.launch.preflight import Argv, plan_run
-from hybrid5d.launch.watch import EXIT_FAILED, rank_processes
+from hybrid5d.launch.watch import rank_processes
 from hybrid5d.plan.draft import Purpose
 from hybrid5d.plan.outputs import write_settings
 from hybrid5d.train.lock import take

@@ -22,11 +22,10 @@ from pathlib import Path
 import psutil
 
 from hybrid5d.console import say
-from hybrid5d.errors import EXIT_REFUSED, EXIT_STOPPED, HybridError
+from hybrid5d.errors import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, HybridError
 from hybrid5d.launch.env import LaunchEnv
 from hybrid5d.train.requests import Request, Requests
 
-EXIT_FAILED = 1
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # stop and save, end at once, save
 GRACE_SECONDS = 8.0  # for the cause to be told, and for the launcher to end this rank
 _POLL_SECONDS = 1.0
@@ -166,16 +165,16 @@ class Job:
             self._end(f"stopped by {number.name}", 128 + number)
 
     def _orphaned(self) -> None:
-        """A launcher that is gone (`deepspeed` on SIGTERM, or killed) asks for a save and the end, like SIGTERM."""
+        """A launcher that is gone (killed, or `deepspeed` on SIGTERM) asks for a save and the end; no success."""
         self.ancestors = []
         if not self._will_answer():
             self._end("the launcher is gone; stopping", EXIT_FAILED)
         self.warn("the launcher is gone: saving and stopping after this step")
-        self.requests.ask(Request.STOP)
+        self.requests.ask(Request.LEAVE)
         self._deadline = time.monotonic() + self.grace_seconds
 
     def _will_answer(self) -> bool:
-        return self.requests.answered and self.requests.asked is not Request.STOP
+        return self.requests.answered and self.requests.asked < Request.STOP
 
     def _end(self, text: str, code: int) -> None:
         """End at once, with the reason told once."""

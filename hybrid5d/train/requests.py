@@ -15,7 +15,8 @@ class Request(IntEnum):
 
     NOTHING = 0
     SAVE = 1
-    STOP = 2
+    STOP = 2  # save and end: as asked
+    LEAVE = 3  # save and end: what started the run is gone; no success
 
 
 class Requests:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid5d.checkpoint.manifest import resolve_resume
 from hybrid5d.data.loader import EvalLoader, Loader
 from hybrid5d.engine.results import StepResult
-from hybrid5d.errors import EXIT_STOPPED, DamagedCheckpoint, HybridError
+from hybrid5d.errors import EXIT_FAILED, EXIT_STOPPED, DamagedCheckpoint, HybridError
 from hybrid5d.parallel.agree import gather_objects, together, world_axis
 from hybrid5d.train.metrics import Console, JsonLines, Tracker, duration, open_trackers, step_record
 from hybrid5d.train.requests import Request, Requests
@@ -171,13 +171,13 @@ class Trainer:
             if step == 0 and total != 0 and self._evaluates:
                 self.evaluate()
             request = self._answer()
-            while request is not Request.STOP and (total is None or step < total):
+            while request < Request.STOP and (total is None or step < total):
                 self.note(f"step {step + 1}")
                 last = self._step(step)
                 step += 1
                 request = self._answer()
             ended = step == total or (total is not None and step > total)
-            result = self._end(last, time.perf_counter() - started) if ended else self._stopped(last)
+            result = self._end(last, time.perf_counter() - started) if ended else self._stopped(request, last)
         finally:
             self._close()
         return result
@@ -220,16 +220,14 @@ class Trainer:
             self._save()
         return request
 
-    def _stopped(self, last: StepResult | None) -> dict[str, Any]:
-        """A run that was asked to stop: what result.json says of it. Everything is saved."""
+    def _stopped(self, request: Request, last: StepResult | None) -> dict[str, Any]:
+        """A run that ends before its end: what result.json says of it. Everything is saved."""
         step = self.engine.global_step
         where = self._checkpoint_of(step)
-        self.console.say(
-            f"stopped as asked after step {step}; all of it is in {where}: runner.resume_dir=auto goes on"
-            if where
-            else "stopped as asked before the first step; there is nothing to save"
-        )
-        return {"exit_code": EXIT_STOPPED, "steps": step, "loss": last.loss if last else None, "checkpoint": where}
+        why, code = ("as asked", EXIT_STOPPED) if request is Request.STOP else ("without its launcher", EXIT_FAILED)
+        saved = f"{step}; all of it is in {where}: runner.resume_dir=auto goes on" if where else "0; nothing to save"
+        self.console.say(f"stopped {why} after step {saved}")
+        return {"exit_code": code, "steps": step, "loss": last.loss if last else None, "checkpoint": where}
 
     def _checkpoint_of(self, step: int) -> str | None:
         return str(self.folder / CHECKPOINTS / f"global_step_{step}") if self._saved_at == step else None
@@ -245,7 +243,7 @@ class Trainer:
         step = self.engine.global_step
         self.note(f"evaluation after step {step}")
         found = evaluate(
-            self.engine, self.eval_loader, lambda: self.requests.agree(self.engine.device, keep=True) is Request.STOP
+            self.engine, self.eval_loader, lambda: self.requests.agree(self.engine.device, keep=True) >= Request.STOP
         )
         if found is None:
             return None

@@ -168,8 +168,13 @@ def test_a_lost_run_is_never_reported_as_done(tmp_path: Path) -> None:
             if mark in " ".join(psutil.Process(pid).cmdline()):
                 os.kill(pid, signal.SIGKILL)
         _, told = process.communicate(timeout=90)
-        assert process.returncode == 1
-        assert "did not reach its end" in told
+        assert process.returncode == 1 and "the launcher is gone" in told
+        result = json.loads((tmp_path / "a" / "run" / "result.json").read_text())
+        assert (
+            result["exit_code"] == 1
+            and Path(result["checkpoint"]).is_dir()
+            and result["steps"] == len(metrics(lines.parent))
+        )
         _wait(lambda: running(mark) == [], 30 * slack())
     finally:
         for pid in running(mark):
