@@ -119,18 +119,23 @@ def engine_step(folder: str, axis: str, world: int, shape: Shape) -> Callable[[]
 
 
 def rank_main(folder: str, axis: str, shape: Shape) -> None:
+    """Answer lines of standard input with steps."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    answer(lambda: plain_step(folder, shape) if axis == PLAIN else engine_step(folder, axis, world, shape))
+
+
+def answer(build: Callable[[], Callable[[], float]]) -> None:
     """Answer each line of standard input with one step: `{"wall": s, "cpu": s, "loss": x}`."""
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     answers, sys.stdout = sys.stdout, sys.stderr  # libraries print; the pipe is for answers
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    step = plain_step(folder, shape) if axis == PLAIN else engine_step(folder, axis, world, shape)
+    step = build()
     for _ in sys.stdin:
         cpu, wall = _cpu_seconds(), time.perf_counter()
         loss = step()
-        answer = {"wall": time.perf_counter() - wall, "cpu": _cpu_seconds() - cpu, "loss": loss}
-        print(json.dumps(answer), file=answers, flush=True)
+        took = {"wall": time.perf_counter() - wall, "cpu": _cpu_seconds() - cpu, "loss": loss}
+        print(json.dumps(took), file=answers, flush=True)
 
 
 def _cpu_seconds() -> float:
@@ -148,20 +153,20 @@ class Side:
     ranks: list[subprocess.Popen[str]]
 
     @classmethod
-    def start(cls, folder: str, axis: str, world: int, shape: Shape) -> Side:
-        """Start `world` ranks that share two threads."""
+    def start(cls, words: list[str], world: int) -> Side:
+        """Start `world` ranks of a Python command that share two threads."""
         port = _free_port()
         common = {
             **os.environ, "OMP_NUM_THREADS": str(2 // world), "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu",
             "CUDA_VISIBLE_DEVICES": "", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_LOG_LEVEL": "error",
         }  # fmt: skip
-        words = [sys.executable, __file__, "--rank", folder, axis, str(shape.rows), str(shape.length)]
         ranks = []
         for rank in range(world):
             place = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)} if world > 1 else {}
             pipe = subprocess.PIPE
             ranks.append(subprocess.Popen(
-                words, env={**common, **place}, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True,
+                [sys.executable, *words], env={**common, **place}, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL,
+                text=True,
             ))  # fmt: skip
         return cls(ranks)
 
@@ -211,8 +216,11 @@ def save_model(folder: str) -> None:
 
 def compare(folder: str, axis: str, rounds: int, shape: Shape) -> dict[str, Any]:
     """Medians of both sides over `rounds` turns after one to warm up."""
-    one = Side.start(folder, PLAIN, 1, shape)
-    two = Side.start(folder, axis, 1 if axis == "one" else 2, shape)
+
+    def start(which: str, world: int) -> Side:
+        return Side.start([__file__, "--rank", folder, which, str(shape.rows), str(shape.length)], world)
+
+    one, two = start(PLAIN, 1), start(axis, 1 if axis == "one" else 2)
     try:
         turns = [(one.step(), two.step()) for _ in range(rounds + 1)]
     finally:
