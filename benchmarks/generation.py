@@ -43,7 +43,9 @@ def plain_step(folder: str, rows: int, length: int, new: int, sample: bool) -> C
     return step
 
 
-def engine_step(folder: str, axis: str, rows: int, length: int, new: int, sample: bool) -> Callable[[], float]:
+def engine_step(
+    folder: str, axis: str, backend: str, rows: int, length: int, new: int, sample: bool
+) -> Callable[[], float]:
     """The same by this rank's engine."""
     from hybrid5d import initialize
     from hybrid5d.config.schema import RunConfig
@@ -51,7 +53,7 @@ def engine_step(folder: str, axis: str, rows: int, length: int, new: int, sample
     from hybrid5d.plan.run import build_plan
 
     config = RunConfig.model_validate({
-        "runner": {"task_type": "sft", "max_steps": 100, "seq_length": length + new},
+        "runner": {"task_type": "sft", "max_steps": 100, "seq_length": length + new, "cpu_backend": backend},
         "data": {"type": "tokens"},
         "actor": {
             "micro_batch_size": 1, "global_batch_size": 2, "model": {"model_path": folder, **AXES[axis]},
@@ -72,17 +74,19 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=64, help="tokens of a response")
     parser.add_argument("--sample", action="store_true", help="draw tokens at temperature 1")
+    parser.add_argument("--backend", default="shm", choices=("gloo", "shm"), help="of collectives")
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     sizes = (args.rows, args.prompt, args.new, args.sample)
     if args.rank:
         folder, axis = args.rank
-        answer(lambda: plain_step(folder, *sizes) if axis == PLAIN else engine_step(folder, axis, *sizes))
+        answer(lambda: plain_step(folder, *sizes) if axis == PLAIN else engine_step(folder, axis, args.backend, *sizes))
         return
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder)
         words = [__file__, "--rows", str(args.rows), "--prompt", str(args.prompt), "--new", str(args.new)]
+        words += ["--backend", args.backend]
         words += ["--sample"] if args.sample else []
         sides = {
             axis: Side.start([*words, "--rank", folder, axis], 1 if axis in (PLAIN, "one") else 2)
