@@ -6,14 +6,16 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from hybrid5d.checkpoint import manifest as files
-from hybrid5d.checkpoint.hf_write import plan_shards, write_index, write_shard
-from hybrid5d.checkpoint.manifest import WEIGHT, StoredTensor
-from hybrid5d.checkpoint.shards import write_shards
+from hybrid5d.checkpoint.hf_tensors import HfTensors, Shapes, ordered
+from hybrid5d.checkpoint.hf_write import stored_tensors, write_weights
+from hybrid5d.checkpoint.manifest import WEIGHT
 from hybrid5d.checkpoint.sidecar import copy_sidecar, exported_config, read_config, write_sidecar
 from hybrid5d.checkpoint.state import TrainState
 from hybrid5d.errors import CheckpointError, ConfigError, ConfigErrors
@@ -76,39 +78,25 @@ def _named(target: str | Path) -> Path:
     return path if path.name not in ("", "..") else Path(os.path.abspath(path))
 
 
-def _ordered(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Layer 2 before layer 10."""
-
-    def place(name: str) -> list[tuple[int, str]]:
-        return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
-
-    return {n: tensors[n] for n in sorted(tensors, key=place)}
-
-
 def _write_folder(
-    source: Path,
-    tensors: Mapping[str, StoredTensor],
+    shapes: Shapes,
+    stream: Iterator[tuple[str, Tensor]],
     sidecar: Path,
-    temporary: Path,
+    target: Path,
     options: ExportOptions,
     axis: Axis,
 ) -> None:
-    """Files of the export, dealt over the ranks of `axis`; configuration and index by its first. Collective over it."""
-    raw = together(axis, lambda: read_config(sidecar))
-    ordered = _ordered(tensors)
-    plan = plan_shards(ordered, DTYPES[options.dtype], options.max_bytes)
-    mine = list(plan.files)[axis.rank :: axis.size]
+    """Weights, dealt over the ranks of `axis`; configuration and tokenizer by its first.
 
-    def write() -> None:
-        for file in mine:
-            write_shard(temporary / file, plan.files[file], ordered, source, DTYPES[options.dtype])
-        if axis.rank == 0:
-            copy_sidecar(sidecar, temporary)
-            config = json.dumps(exported_config(raw, options.dtype), indent=2) + "\n"
-            (temporary / "config.json").write_text(config, encoding="utf-8")
-            write_index(temporary, plan)
-
-    together(axis, write)
+    Raises:
+        OSError, CheckpointError: after this rank has drawn the whole stream.
+    """
+    write_weights(target, shapes, stream, DTYPES[options.dtype], options.max_bytes, axis)
+    if axis.rank == 0:
+        raw = read_config(sidecar)
+        copy_sidecar(sidecar, target)
+        config = json.dumps(exported_config(raw, options.dtype), indent=2) + "\n"
+        (target / "config.json").write_text(config, encoding="utf-8")
 
 
 def export_checkpoint(
@@ -131,7 +119,9 @@ def export_checkpoint(
         raise CheckpointError("\n".join(faults))
     try:
         with replacing(target) as temporary:
-            _write_folder(folder, manifest.tensors, folder / files.SIDECAR, temporary, options, axis)
+            tensors = {name: manifest.tensors[name] for name in ordered(manifest.tensors)}
+            shapes, stream = {name: t.shape for name, t in tensors.items()}, stored_tensors(folder, tensors)
+            _write_folder(shapes, stream, folder / files.SIDECAR, temporary, options, axis)
     except OSError as exc:
         raise CheckpointError(f"{exc.filename or target}: {exc.strerror}") from None
     return target
@@ -140,33 +130,31 @@ def export_checkpoint(
 def export_hf(
     state: TrainState, target: str | Path, dtype: str = "same", max_shard_size: str = "5GB", force: bool = False
 ) -> Path:
-    """Write an HF folder from a model in training. Collective over the world.
-
-    Every rank writes its shard of the masters beside the target first, then the files of the export are put together
-    from them, dealt over the ranks: no rank holds more than one whole tensor.
+    """Write an HF folder from a model in training: `HfTensors`, file by file. Collective over the world.
 
     Raises:
         ConfigErrors, CheckpointError: on every rank, with nothing left behind.
     """
     target, axis = _named(target), world_axis()
-    temporary, shards = temporary_of(target), target.with_name(target.name + ".shards.tmp")
+    temporary, sidecar = temporary_of(target), target.with_name(target.name + ".sidecar.tmp")
     options = together(axis, lambda: export_options(dtype, max_shard_size, force, state.plan.precision.dtype))
 
     def prepare() -> None:
         if axis.rank == 0:
             refuse_existing(target, force)
             fresh_folder(temporary)
-            fresh_folder(shards)
-            write_sidecar(state.plan, shards / files.SIDECAR)
+            fresh_folder(sidecar)
+            write_sidecar(state.plan, sidecar)
 
     together(axis, prepare)
     try:
-        manifest = write_shards(state, shards, (), {})
-        _write_folder(shards, manifest.tensors, shards / files.SIDECAR, temporary, options, axis)
+        tensors = HfTensors(state)
+        stream = tensors.stream(DTYPES[options.dtype])
+        # it communicates, but draws the stream to its end also where it fails
+        together(axis, lambda: _write_folder(tensors.shapes, stream, sidecar, temporary, options, axis))
         together(axis, lambda: publish(temporary, target) if axis.rank == 0 else None)
     finally:
         if axis.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-            shutil.rmtree(shards, ignore_errors=True)
-            shutil.rmtree(old_of(target), ignore_errors=True)
+            for leftover in (temporary, sidecar, old_of(target)):
+                shutil.rmtree(leftover, ignore_errors=True)
     return target

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from hybrid5d.checkpoint.export import export_hf
+from hybrid5d.checkpoint.hf_tensors import BUCKET_BYTES, HfTensors
 from hybrid5d.checkpoint.save_load import load_checkpoint, save_checkpoint
 from hybrid5d.checkpoint.state import TrainState
 from hybrid5d.context_parallel import choose_kernel
@@ -258,6 +260,16 @@ class Engine:
         manifest = load_checkpoint(self.state, directory)
         self.global_step = self.ds.global_steps = manifest.step
         return dict(manifest.state)
+
+    def hf_tensors(self, dtype: str = "same", bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole tensor) of the current weights in Hugging Face form, on every rank, bucket by bucket.
+
+        What weight updates of vLLM and SGLang take. Every rank must draw all of it. Collective over the world.
+
+        Args:
+            dtype: fp32, bf16, fp16 or same (the run's precision).
+        """
+        return HfTensors(self.state).stream(self._dtype if dtype == "same" else DTYPES[dtype], bucket_bytes)
 
     def export_hf(
         self, directory: str | Path, dtype: str = "same", max_shard_size: str = "5GB", force: bool = False
