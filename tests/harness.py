@@ -40,12 +40,12 @@ class RankFailure(AssertionError):
 
 
 def join_group(rank: int, world: int, folder: str, backend: str | None = None) -> None:
-    """Make the default process group. The one place that names a backend: TEST_BACKEND's, unless the item has one."""
+    """Make the default process group, of the backend that the item has or TEST_BACKEND says, by default shm."""
     import torch.distributed as dist
 
     import hybrid5d.shared_memory  # noqa: F401  (registers shm)
 
-    name, at = backend or os.environ.get("TEST_BACKEND", "gloo"), f"file://{folder}/rendezvous"
+    name, at = backend or os.environ.get("TEST_BACKEND", "shm"), f"file://{folder}/rendezvous"
     dist.init_process_group(name, init_method=at, rank=rank, world_size=world)
 
 

@@ -127,8 +127,8 @@ class RunnerConfig(Block):
         to="grace_seconds",
     )
     cpu_backend: Literal["auto", "shm", "gloo"] = key(
-        "gloo",
-        "collectives on CPU: gloo, shm (shared memory, one host), auto (shm for groups on one host)",
+        "auto",
+        "collectives on CPU: auto (shared memory for groups of one host, else gloo), shm, gloo",
         to="cpu_backend",
     )
     logger: LoggerConfig = key(LoggerConfig, "trackers")

@@ -23,6 +23,7 @@ from hybrid5d.context_parallel import choose_kernel
 from hybrid5d.data.types import Document, MicroBatch, StepBatch
 from hybrid5d.engine.collate import SequenceOptions, local_batch
 from hybrid5d.engine.deepspeed.adapter import PipelineAdapter, PlainAdapter, build_adapter
+from hybrid5d.engine.deepspeed.distributed import transport
 from hybrid5d.engine.deepspeed.optimizer_state import OptimizerState
 from hybrid5d.engine.deepspeed.parameters import parameter_groups
 from hybrid5d.engine.deepspeed.pipeline_module import HybridPipelineModule
@@ -84,6 +85,11 @@ class Engine:
         """Name of the attention kernel in use (`actor.model.attention_kernel` forces one)."""
         asked = self.plan.config.actor.model.attention_kernel
         return choose_kernel(asked, self.device, self._dtype, self._spec.head_dim).name
+
+    @property
+    def transport(self) -> str:
+        """What collectives of all ranks go through: nccl, gloo or shared memory (`runner.cpu_backend`)."""
+        return transport()
 
     # --- one batch --------------------------------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ def train(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | None)
 
     _resume(job, engine, folder, loader)
     if first:
-        say(f"attention kernel: {engine.attention_kernel}", sys.stdout)
+        say(f"attention kernel: {engine.attention_kernel}; collectives: {engine.transport}", sys.stdout)
         folder.write_environment(environment(job.env, str(engine.device)))
 
     def note(where: str) -> None:

@@ -5,7 +5,7 @@ can compute meanwhile. Differentiable ones carry Megatron's names (`copy_to_tp`,
 github.com/NVIDIA/Megatron-LM, core/tensor_parallel/mappings.py) and take the axis as an argument.
 
 On gloo a reduce-scatter built from `all_to_all_single` and an all-gather built from sends are several times faster than
-gloo's own (measured, two ranks); on NCCL the native collectives are used. 16-bit sums built here add in fp32.
+gloo's own (measured, two ranks); shared memory and NCCL have good ones. 16-bit sums built here add in fp32.
 
 Shapes: b batch, s sequence (cut or whole), H hidden; n = axis.size.
 """
@@ -21,10 +21,11 @@ from torch import Tensor
 
 from hybrid5d.parallel.context import Axis
 from hybrid5d.parallel.messages import Pending, done, exchange
+from hybrid5d.shared_memory import SHM_OR_GLOO, uses_shared_memory
 
 
 def _on_gloo(axis: Axis) -> bool:
-    return dist.get_backend(axis.group) == "gloo"
+    return dist.get_backend(axis.group) in ("gloo", SHM_OR_GLOO) and not uses_shared_memory(axis.group)
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Pending[Tensor]:

@@ -165,7 +165,7 @@ class _Pace:
         self.ranks = max(self.ranks, ranks)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         alone = self.ranks <= cores
-        self.spins = 100 if alone else 3
+        self.spins = 5 if alone else 3  # two ranks may be on one core even so: yields let the other run
         self.yielding = 1e-3 if alone else 3e-3  # seconds
 
 

@@ -31,12 +31,14 @@ def wanted(model: str, recipe: Recipe, batch: int, packing: str) -> Trace:
     return reference(hf_model(MODELS[model]), steps_of(batch, recipe, packing), recipe)
 
 
-def check(layout: Layout, folders: dict[str, Path], runs: Sequence[tuple[str, str]]) -> None:
+def check(
+    layout: Layout, folders: dict[str, Path], runs: Sequence[tuple[str, str]], backend: str | None = None
+) -> None:
     """Train each (model, recipe) in the layout and compare it with one process."""
     batch = rows_per_batch(layout.dp)
     recipes = [recipe_of(r, layout.precision) for _, r in runs]
     jobs = [Job(str(folders[m]), r, steps_of(batch, r, layout.packing)) for (m, _), r in zip(runs, recipes)]
-    for (model, name), recipe, got in zip(runs, recipes, train_layout(layout, jobs)):
+    for (model, name), recipe, got in zip(runs, recipes, train_layout(layout, jobs, backend=backend)):
         want = wanted(model, recipe, batch, layout.packing)
         assert name != "sgd-clip" or min(want.norms) > recipe.clip, "clipping must act"
         try:
@@ -45,9 +47,10 @@ def check(layout: Layout, folders: dict[str, Path], runs: Sequence[tuple[str, st
             raise AssertionError(f"{layout}, {model}, {name}: {exc}") from None
 
 
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.full)])
 @pytest.mark.parametrize("case", cases(2), ids=str)
-def test_every_pair_of_choices_equals_one_process(case: Case, folders: dict[str, Path]) -> None:
-    check(case.layout, folders, [(case.model, case.recipe)])
+def test_every_pair_of_choices_equals_one_process(case: Case, folders: dict[str, Path], backend: str) -> None:
+    check(case.layout, folders, [(case.model, case.recipe)], backend)
 
 
 @pytest.mark.full

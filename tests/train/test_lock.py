@@ -186,7 +186,8 @@ def test_resuming_here_moves_nothing_and_knows_the_earlier_result(tmp_path: Path
     assert folder.earlier_result(4) == {"exit_code": 0, "steps": 4, "loss": 1.5, "hf": "there"}
     assert folder.last_loss(4) == 1.5 and folder.last_loss(3) is None
     folder.write_result({"exit_code": 0, "steps": 5})
-    assert folder.earlier_result(4) is None and json.loads((folder / RESULT).read_text()) == {"exit_code": 0, "steps": 5}
+    assert folder.earlier_result(4) is None
+    assert json.loads((folder / RESULT).read_text()) == {"exit_code": 0, "steps": 5}
 
 
 def test_checkpoints_of_a_branch_that_is_left_go_aside(tmp_path: Path) -> None:
