@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -166,9 +165,7 @@ def _train_job(layout: Layout, job: Job) -> dict[str, Any]:
 
 def train_layout(layout: Layout, jobs: list[Job], timeout: float = 240, backend: str | None = None) -> list[Trace]:
     """Train each job on all ranks of a layout; every rank must report the same numbers."""
-    train = partial(_train_rank)
-    train.backend = backend  # type: ignore[attr-defined]
-    ranks = run_ranks(layout.world, train, layout, jobs, timeout=timeout)
+    ranks = run_ranks(layout.world, _train_rank, layout, jobs, timeout=timeout, backend=backend)
     traces = []
     for per_rank in zip(*ranks):
         first = per_rank[0]["results"]

@@ -50,8 +50,9 @@ def join_group(rank: int, world: int, folder: str, backend: str | None = None) -
 
 
 def _main(
-    rank: int, world: int, folder: str, answer: Connection, fn: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+    rank: int, world: int, folder: str, answer: Connection, fn: Callable[..., Any], args: tuple[Any, ...],
+    backend: str | None,
+) -> None:  # fmt: skip
     os.setpgid(0, 0)
     os.environ.update(
         _ENV,
@@ -68,7 +69,7 @@ def _main(
 
         torch.set_num_threads(1)
         if world > 1 or getattr(fn, "needs_group", False):
-            join_group(rank, world, folder, getattr(fn, "backend", None))
+            join_group(rank, world, folder, backend or getattr(fn, "backend", None))
         payload: tuple[str, Any] = ("ok", fn(rank, *args))
     except BaseException:
         payload = ("error", traceback.format_exc())
@@ -122,8 +123,10 @@ def _results(ranks: list[tuple[Any, Connection]], timeout: float) -> list[Any]:
     return [found[rank][2] for rank in range(len(ranks))]
 
 
-def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Results of `fn(rank, *args)` on `world` ranks joined in one process group.
+def run_ranks(
+    world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, backend: str | None = None
+) -> list[Any]:
+    """Results of `fn(rank, *args)` on `world` ranks joined in one process group (of `backend`, else TEST_BACKEND's).
 
     Raises:
         RankFailure: a rank raised (the earliest one's traceback), died, or gave no result within `timeout` seconds.
@@ -136,7 +139,7 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
     try:
         for rank in range(world):
             ours, theirs = ctx.Pipe()
-            proc = ctx.Process(target=_main, args=(rank, world, folder, theirs, fn, args), daemon=True)
+            proc = ctx.Process(target=_main, args=(rank, world, folder, theirs, fn, args, backend), daemon=True)
             proc.start()
             theirs.close()
             ranks.append((proc, ours))

@@ -183,7 +183,7 @@ def sum_over_model(values: Sequence[float], ctx: ParallelContext, device: torch.
 
     tp ranks hold equal values already.
     """
-    found = list(values)
+    found = [float(v) for v in values]  # stages without the head may hold the int 0: the others' dtype all the same
     for axis in (ctx.dp_cp, ctx.pp):
         found = sum_scalars(found, axis, device)
     return found

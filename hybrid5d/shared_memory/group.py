@@ -158,7 +158,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._n, self._me, self._end = size, rank, endpoint
         self._seconds = timeout.total_seconds()
-        self._label = "shm"
+        self._label, self._group_name = "shm", ""
         if endpoint is not None:
             self._finalizer = weakref.finalize(self, endpoint.leave)
 
@@ -169,6 +169,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def name(self) -> str:
         return "shm"
+
+    @property
+    def group_name(self) -> str:
+        """torch's name of the group; the base class keeps it in a backend object, which a group in Python has not."""
+        return self._group_name
+
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
 
     def __repr__(self) -> str:
         return f"SharedMemoryGroup(rank {self._me} of {self._n})"

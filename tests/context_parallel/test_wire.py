@@ -141,7 +141,8 @@ def test_memory_falls_with_cp(method):
     alone, _ = held(0, 1, method, length, None)
     assert alone == pytest.approx((4 * HEAD_DIM + 1) * 4 * length * 4)  # q, k, v, out and lse of 4 heads
     for cp in (2, 4):
-        for saved, largest in run_ranks(cp, held, cp, method, length, None):
+        # on gloo: views of the shared segment are no memory of a step
+        for saved, largest in run_ranks(cp, held, cp, method, length, None, backend="gloo"):
             assert saved == pytest.approx(alone / cp, rel=0.15)
             assert largest <= 2 * length * 4 * HEAD_DIM * 4 // cp  # K and V of one rank
 
