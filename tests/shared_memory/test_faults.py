@@ -81,12 +81,14 @@ def _killed_at(rank: int, delay: float) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_killed_ranks_leave_nothing() -> None:
-    """The short form: segments have no name, so there is nothing to remove and nothing that a second run could take."""
+@pytest.mark.parametrize("runs", [5, pytest.param(100, marks=pytest.mark.full)])
+def test_killed_ranks_leave_nothing(runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two SIGKILLs a run. Segments have no name: nothing to remove, nothing that a second run could take."""
+    monkeypatch.setattr(harness, "_GRACE", 0.05)
     names, free = set(os.listdir(segment.FOLDER)), _free()
-    for i in range(5):
-        with pytest.raises(RankFailure):
-            run_ranks(2, _killed_at, 0.01 * i, timeout=20)
+    for i in range(runs):
+        with pytest.raises(RankFailure, match="died without a message"):
+            run_ranks(2, _killed_at, 0.01 * (i % 10), timeout=20)
     time.sleep(0.2)
     assert set(os.listdir(segment.FOLDER)) - names == set()
     assert _free() > free - (4 << 20)  # other tests use the folder too
