@@ -29,17 +29,20 @@ from hybrid5d.parallel.shard import Piece, pieces_of
 # --- saving ---------------------------------------------------------------------------------------------------------
 
 
-def save_checkpoint(state: TrainState, directory: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
+def save_checkpoint(
+    state: TrainState, directory: str | Path, extra: Mapping[str, Any] | None = None, number: int | None = None
+) -> Path:
     """Write `directory/global_step_N` and point `latest` at it; atomic. Collective over the world.
 
     Args:
         extra: JSON-ready values of the caller (position in the data ...), kept in the manifest as its `state`.
+        number: the N; None: optimizer steps done.
 
     Raises:
         CheckpointError: a rank could not write; every rank raises it, what was there before stays valid.
     """
     root, axis = Path(directory), world_axis()
-    final = files.step_folder(root, state.step)
+    final = files.step_folder(root, state.step if number is None else number)
     temporary = temporary_of(final)
     actor = temporary / files.ACTOR
     first = axis.rank == 0

@@ -31,13 +31,13 @@ def build_eval_loader(data: DataOptions, options: LoaderOptions) -> EvalLoader:
 def loader_from_plan(plan: RunPlan, dp_rank: int, *, start_step: int = 0) -> Loader:
     """The training loader of `plan` for one dp rank, from step `start_step` on. Raises DataError, ConfigErrors."""
     paths = plan.config.data.train_data_paths or ()
-    return build_loader(_data_options(plan, tuple(paths)), _loader_options(plan, dp_rank, start_step))
+    return build_loader(_data_options(plan, tuple(paths)), loader_options(plan, dp_rank, start_step))
 
 
 def eval_loader_from_plan(plan: RunPlan, dp_rank: int) -> EvalLoader:
     """The evaluation loader of `plan` for one dp rank. One pass over it is one evaluation; pass as often as needed."""
     paths = plan.config.data.val_data_paths or ()
-    return build_eval_loader(_data_options(plan, tuple(paths)), _loader_options(plan, dp_rank, 0))
+    return build_eval_loader(_data_options(plan, tuple(paths)), loader_options(plan, dp_rank, 0))
 
 
 def tokenizer_name(plan: RunPlan) -> str:
@@ -58,7 +58,8 @@ def _data_options(plan: RunPlan, paths: tuple[str, ...]) -> DataOptions:
     return DataOptions(config, paths, plan.config.row_length, plan.model.vocab_size, tokenizer_name(plan))
 
 
-def _loader_options(plan: RunPlan, dp_rank: int, start_step: int) -> LoaderOptions:
+def loader_options(plan: RunPlan, dp_rank: int, start_step: int = 0) -> LoaderOptions:
+    """How rows of `plan` are dealt to one dp rank."""
     runner, batch = plan.config.runner, plan.batch
     return LoaderOptions(
         global_batch_size=batch.global_batch_size,

@@ -8,7 +8,7 @@ peers of a dp rank get equal rows, and `step(k)` needs no step before it, so a r
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -97,7 +97,7 @@ class Loader:
         epoch, place = divmod(step, self.steps_per_epoch)
         size = self.options.global_batch_size
         rows = self._rows_of_epoch(epoch, place * size, (place + 1) * size)
-        micro_batches = self._deal(rows, self._batch_size(len(rows)))
+        micro_batches = deal(rows, self._length, self._batch_size(len(rows)), self.options)
         return StepBatch(
             micro_batches=tuple(tuple(self._row(samples) for samples in mb) for mb in micro_batches),
             row_ids=tuple(sample for samples in rows for sample in samples),
@@ -126,24 +126,29 @@ class Loader:
             return [(row,) for row in chosen]
         return [tuple(samples[bounds[row] : bounds[row + 1]].tolist()) for row in chosen]
 
-    def _deal(self, rows: Sequence[Samples], batch_size: int) -> list[list[Samples]]:
-        """The micro-batches of this dp rank."""
-        options = self.options
-        if options.token_budget is not None:
-            lengths = [int(self.dataset.lengths[row[0]]) for row in rows]
-            parts = budget_micro_batches(lengths, options.dp, options.token_budget)[options.dp_rank]
-            return [[tuple(rows[i][0] for i in part)] for part in parts]
-        filled: list[Samples] = [*rows, *[()] * (batch_size - len(rows))]
-        size, dp, mine = options.micro_batch_size, options.dp, options.dp_rank
-        if options.balance_dp and dp > 1:
-            tokens = [sum(int(self.dataset.lengths[s]) for s in row) or 1 for row in filled]
-            own = karmarkar_karp(tokens, dp, equal_count=True)[mine]
-            return [[filled[i] for i in own[j : j + size]] for j in range(0, len(own), size)]
-        chunks = range(mine * size, len(filled), dp * size)  # micro-batches go round the dp ranks
-        return [filled[j : j + size] for j in chunks]
+    def _length(self, sample: int) -> int:
+        return int(self.dataset.lengths[sample])
 
     def _row(self, samples: Samples) -> Row:
         return tuple(d for s in samples for d in self.dataset.documents(s)) if samples else (dummy_document(),)
+
+
+def deal(
+    rows: Sequence[Samples], length_of: Callable[[int], int], batch_size: int, options: LoaderOptions
+) -> list[list[Samples]]:
+    """The micro-batches of a dp rank, of rows filled up to `batch_size`; by tokens where there is a budget."""
+    if options.token_budget is not None:
+        lengths = [length_of(row[0]) for row in rows]
+        parts = budget_micro_batches(lengths, options.dp, options.token_budget)[options.dp_rank]
+        return [[tuple(rows[i][0] for i in part)] for part in parts]
+    filled: list[Samples] = [*rows, *[()] * (batch_size - len(rows))]
+    size, dp, mine = options.micro_batch_size, options.dp, options.dp_rank
+    if options.balance_dp and dp > 1:
+        tokens = [sum(map(length_of, row)) or 1 for row in filled]
+        own = karmarkar_karp(tokens, dp, equal_count=True)[mine]
+        return [[filled[i] for i in own[j : j + size]] for j in range(0, len(own), size)]
+    chunks = range(mine * size, len(filled), dp * size)  # micro-batches go round the dp ranks
+    return [filled[j : j + size] for j in chunks]
 
 
 class EvalLoader(Loader):

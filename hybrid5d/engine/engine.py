@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from hybrid5d.engine.deepspeed.parameters import parameter_groups
 from hybrid5d.engine.deepspeed.pipeline_module import HybridPipelineModule
 from hybrid5d.engine.logprobs import collect, deal
 from hybrid5d.engine.objective import SUPERVISED, Objective
+from hybrid5d.engine.reference import Reference
 from hybrid5d.engine.results import BatchResult, StepResult, TokenLogprobs
 from hybrid5d.engine.step import (
     Counts,
@@ -79,6 +81,7 @@ class Engine:
         # What DeepSpeed divides by: the accumulation steps of its config, and a mean over dp x cp.
         self._divisor = self.ds.gradient_accumulation_steps() * ctx.dp_cp.size
         self._agreed = self._warned = False
+        self._reference: Reference | None = None
 
     @property
     def attention_kernel(self) -> str:
@@ -139,12 +142,16 @@ class Engine:
 
     @own_modes(grad=False)
     def compute_logprobs(
-        self, documents: Sequence[Document], micro_batch_size: int | None = None, temperature: float = 1.0
+        self,
+        documents: Sequence[Document],
+        micro_batch_size: int | None = None,
+        temperature: float = 1.0,
+        reference: bool = False,
     ) -> list[TokenLogprobs]:
         """Log-probability of each label and entropy of each distribution, per token, for documents in their own order.
 
         Logits are divided by `temperature`. Micro-batches have `micro_batch_size` documents of a dp rank; where the
-        run forms them by a token budget, as many as it holds.
+        run forms them by a token budget, as many as it holds. `reference`: by the weights of `keep_reference`.
 
         Every rank passes the same documents and gets all results. Rows are spread over dp; the vocabulary stays sharded
         over tp; the sequence is put back together over cp; the last stage's values go to every stage.
@@ -157,8 +164,13 @@ class Engine:
         micro_batches = deal(documents, self.ctx.dp, micro_batch_size or batch.micro_batch_size, budget)
         self._count(micro_batches)
         local = self._local(micro_batches, Objective(temperature=temperature))
-        outputs = self.ds.infer([replace(b, head="logprobs") for b in local])
+        with self._reference.in_place() if reference and self._reference else nullcontext():
+            outputs = self.ds.infer([replace(b, head="logprobs") for b in local])
         return collect(documents, zip(micro_batches, outputs), self.ctx, self._options, self.device)
+
+    def keep_reference(self) -> None:
+        """Keep the weights as they are now for `compute_logprobs(reference=True)`: a copy of each shard, on the CPU."""
+        self._reference = Reference(self.module)
 
     @own_modes(grad=False)
     def generate(
@@ -251,12 +263,15 @@ class Engine:
         access = OptimizerState(self.ds.optimizer, self.ctx.dp_cp)
         return TrainState(self.module, access, self.ctx, self.plan, self.global_step)
 
-    def save_checkpoint(self, directory: str | Path, state: Mapping[str, Any] | None = None) -> Path:
+    def save_checkpoint(
+        self, directory: str | Path, state: Mapping[str, Any] | None = None, number: int | None = None
+    ) -> Path:
         """Write `directory/global_step_N`, which any layout can load, and `directory/latest`; atomic.
 
-        `state` (JSON-ready: data position ...) is handed back by `load_checkpoint`. Collective over the world.
+        `state` (JSON-ready: data position ...) is handed back by `load_checkpoint`. N is `number`, else the optimizer
+        steps done. Collective over the world.
         """
-        return save_checkpoint(self.state, directory, state)
+        return save_checkpoint(self.state, directory, state, number)
 
     def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:
         """Restore weights, optimizer state and step from `save_checkpoint`'s output; returns its `state`.

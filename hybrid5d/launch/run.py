@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid5d.console import say
 from hybrid5d.data.build import eval_loader_from_plan, loader_from_plan
-from hybrid5d.data.loader import Loader
 from hybrid5d.launch.env import LaunchEnv, environment, settle_environment, threads_per_rank
 from hybrid5d.launch.watch import Job
 from hybrid5d.plan.run import RunPlan
@@ -24,6 +23,8 @@ TORCHRUN_GRACE_SECONDS = 30  # torch.distributed.elastic's own limit; accelerate
 
 if TYPE_CHECKING:
     from hybrid5d.engine.engine import Engine
+    from hybrid5d.rl.rollouts import RolloutFiles
+    from hybrid5d.train.trainer import Resumed, Source
 
 
 def train(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | None) -> int:
@@ -45,16 +46,22 @@ def train(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | None)
             )
     job.where = "reading the data"
     dp_rank = plan.layout.coordinate(job.env.rank).dp
-    loader = loader_from_plan(plan, dp_rank)
+    rollouts = _rollouts(job, plan) if plan.config.is_rl else None
+    loader = loader_from_plan(plan, dp_rank) if rollouts is None else None
+    source: Source | None = loader if rollouts is None else rollouts
     wanted = plan.config.runner.val_check_interval > 0 and plan.config.data.val_data_paths
     eval_loader = eval_loader_from_plan(plan, dp_rank) if wanted else None
     if first:
-        say("\n".join(_introduction(plan, job.env, loader, notices)), sys.stdout)
+        say("\n".join(_introduction(plan, job.env, source, notices)), sys.stdout)
     engine = _build(job, plan)
 
+    from hybrid5d.rl.step import needs_reference
+    from hybrid5d.train.rl_trainer import RLTrainer
     from hybrid5d.train.trainer import Trainer
 
-    _resume(job, engine, folder, loader)
+    if rollouts is not None and needs_reference(plan.config.algorithm):
+        engine.keep_reference()  # before a checkpoint is loaded: the reference is the model of model_path
+    resumed = _resume(job, engine, folder, source)
     if first:
         say(f"attention kernel: {engine.attention_kernel}; collectives: {engine.transport}", sys.stdout)
         folder.write_environment(environment(job.env, str(engine.device)))
@@ -63,7 +70,12 @@ def train(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | None)
         job.where = where
 
     job.grace_seconds = plan.config.runner.grace_seconds
-    result = Trainer(engine, loader, folder, eval_loader=eval_loader, note=note, requests=job.requests).run()
+    if rollouts is not None:
+        trainer: Trainer = RLTrainer(engine, rollouts, folder, start=resumed.step, note=note, requests=job.requests)
+    else:
+        assert loader is not None
+        trainer = Trainer(engine, loader, folder, eval_loader=eval_loader, note=note, requests=job.requests)
+    result = trainer.run()
     _barrier()
     if first:
         folder.write_result(result)
@@ -87,7 +99,7 @@ def evaluate(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | No
 
     from hybrid5d.train import trainer
 
-    source = _resume(job, engine, folder)
+    source = _resume(job, engine, folder).source
     job.where = "evaluation"
     result = trainer.evaluate(engine, loader)
     assert result is not None
@@ -100,7 +112,15 @@ def evaluate(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | No
     return 0
 
 
-def _introduction(plan: RunPlan, env: LaunchEnv, loader: Loader | None, notices: Sequence[str]) -> list[str]:
+def _rollouts(job: Job, plan: RunPlan) -> RolloutFiles:
+    settle_environment(job.env, os.environ)  # before torch, which the package of RL imports
+    from hybrid5d.rl.rollouts import RolloutFiles
+
+    assert plan.model is not None
+    return RolloutFiles(plan.config, plan.model.vocab_size)
+
+
+def _introduction(plan: RunPlan, env: LaunchEnv, loader: Source | None, notices: Sequence[str]) -> list[str]:
     from hybrid5d import __version__
 
     layout, batch, runner = plan.layout, plan.batch, plan.config.runner
@@ -150,15 +170,15 @@ def _whole_line(job: Job) -> Any:
     return show
 
 
-def _resume(job: Job, engine: Engine, folder: RunFolder, loader: Loader | None = None) -> Path | None:
+def _resume(job: Job, engine: Engine, folder: RunFolder, loader: Source | None = None) -> Resumed:
     from hybrid5d.train.trainer import resume
 
     job.where = "loading the checkpoint"
     resumed = resume(engine, folder, loader)
     if resumed.source is not None and job.env.rank == 0:
-        lines = [f"resumed from {resumed.source} at step {engine.global_step}"]
+        lines = [f"resumed from {resumed.source} at step {resumed.step}"]
         say("\n".join([*lines, *(f"notice: {n}" for n in resumed.notices)]), sys.stdout)
-    return resumed.source
+    return resumed
 
 
 def _barrier() -> None:

@@ -24,6 +24,11 @@ def plan_notices(draft: Draft) -> tuple[str, ...]:
             f"rows of up to {config.row_length} tokens exceed the model's max_position_embeddings="
             f"{spec.max_position_embeddings}: positions that it was not trained for"
         )
+    if config.is_rl and config.data.type == "rollouts":
+        notices.append(
+            "rollouts come from files, in file order: data.shuffle, prompt and answer keys, reward.*, rollout.* and "
+            "sampling_params but temperature are not read"
+        )
     if "swanlab" in config.runner.logger.logger_backends:
         notices.append("tracker swanlab is not fed; metrics.jsonl always is")
     fraction = config.actor.optim.optimizer_offload_fraction

@@ -349,18 +349,47 @@ def deepspeed_block(draft: Draft) -> list[ConfigError]:
 # --- what a run needs on disk beyond the model's config.json ---------------------------------------------------------
 
 
-@reads("data.type", *_RL)
+@reads("data.type", "critic.use_critic_model", "runner.val_check_interval", *_RL)
 def data_type(draft: Draft) -> list[ConfigError]:
     """Rows can be made of the data."""
     kind = draft.config.data.type
     if draft.config.is_rl:
-        task = draft.config.runner.task_type
-        rule = "RL is translated, not trained yet"
-        return [ConfigError("runner.task_type", task, rule, "use sft, or convert")]
+        return _rl_data(draft)
     if kind in SUPERVISED:
         return []
+    if kind == "rollouts":
+        rule = "rollouts are trained on by RL"
+        fix = "write runner.task_type: reasoning and data.rollout_batch_size"
+        return [ConfigError("data.type", kind, rule, fix)]
     rule = "a supervised run trains on text, tokens or chat"
     return [ConfigError("data.type", kind, rule, "use chat for conversations, text for documents")]
+
+
+def _rl_data(draft: Draft) -> list[ConfigError]:
+    """What of RL runs here: training on rollouts that a generator has written."""
+    config, errors = draft.config, []
+    if draft.purpose == "eval":
+        return [ConfigError("runner.task_type", config.runner.task_type, "RL has no evaluation", "use sft")]
+    if config.data.type != "rollouts":
+        rule = "the loop from prompts to rollouts is not offered yet: RL trains on rollouts from files"
+        errors.append(ConfigError("data.type", config.data.type, rule, "write rollouts, and data.type: rollouts"))
+    if config.critic.use_critic_model:
+        errors.append(ConfigError("critic.use_critic_model", True, "a critic is not offered yet", "use grpo or reinpp"))
+    if config.runner.val_check_interval > 0:
+        rule = "rollouts have no validation"
+        errors.append(ConfigError("runner.val_check_interval", config.runner.val_check_interval, rule, "set it to -1"))
+    return errors
+
+
+@reads("runner.resume_dir", f"{_M}model_path", "algorithm.kl_beta", "algorithm.reinpp_kl_beta", *_RL)
+def reference(draft: Draft) -> list[ConfigError]:
+    """A resumed run compares with the model that it started from."""
+    config, folder = draft.config, draft.config.actor.model.model_path
+    wanted = config.is_rl and (config.algorithm.kl_beta or config.algorithm.reinpp_kl_beta)
+    if not wanted or config.runner.resume_dir is None or (folder and Path(folder).is_dir()):
+        return []
+    rule = "the KL's reference is the model of this folder, also after a resume, and the folder is gone"
+    return [ConfigError(f"{_M}model_path", folder, rule, "put it back")]
 
 
 @reads("data.train_data_paths")
@@ -443,5 +472,5 @@ RULES: tuple[Rule[Draft], ...] = (
     deepspeed_block,
 )  # fmt: skip
 RUN_RULES: tuple[Rule[Draft], ...] = (
-    data_type, train_data, val_data, weights, tokenizer, resume, offload, loaded,
+    data_type, reference, train_data, val_data, weights, tokenizer, resume, offload, loaded,
 )  # fmt: skip

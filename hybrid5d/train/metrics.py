@@ -28,6 +28,7 @@ def step_record(result: StepResult) -> dict[str, Any]:
         "tokens_per_second": round(result.tokens / result.step_time_s, 3) if result.step_time_s > 0 else 0.0,
         "peak_memory_bytes": result.peak_memory_bytes,
         "rows_seen": list(result.rows_seen),
+        **result.metrics,
     }
     if result.skipped:
         record["skipped"] = True

@@ -114,11 +114,11 @@ class RunFolder:
         """env.json: what a bug report needs."""
         write_files(self.path, {ENV: json_text(dict(record))})
 
-    def open_metrics(self, first_step: int) -> None:
-        """Lines of steps after `first_step` are cut: this run writes them anew."""
-        for name in (METRICS, EVALS):
+    def open_metrics(self, first_step: int, first_eval: int | None = None) -> None:
+        """Lines of steps after `first_step` (evaluations: `first_eval`) are cut: this run writes them anew."""
+        for name, last in ((METRICS, first_step), (EVALS, first_step if first_eval is None else first_eval)):
             if (self / name).exists():
-                _cut(self / name, first_step)
+                _cut(self / name, last)
 
     def last_loss(self, step: int) -> float | None:
         """Training loss that metrics.jsonl gives for a step; None where it has none."""

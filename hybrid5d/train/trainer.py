@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hybrid5d.checkpoint.manifest import resolve_resume
 from hybrid5d.data.loader import EvalLoader, Loader
@@ -21,7 +21,16 @@ from hybrid5d.train.run_folder import CHECKPOINTS, EVALS, HF, METRICS, RunFolder
 if TYPE_CHECKING:
     from hybrid5d.engine.engine import Engine
 
-DATA = "data"  # of a checkpoint's state: the loader's identity
+DATA, RL_STEP = "data", "rl_step"  # of a checkpoint's state: the loader's identity, RL steps done
+
+
+class Source(Protocol):
+    """What a run's steps are made of: a loader, or the rollouts and prompts of an RL run."""
+
+    @property
+    def total_steps(self) -> int | None: ...
+    def describe(self) -> str: ...
+    def identity(self) -> dict[str, int | str | bool]: ...
 
 
 class TrainingError(HybridError):
@@ -85,9 +94,11 @@ class Resumed:
 
     source: Path | None = None
     notices: tuple[str, ...] = ()
+    step: int = 0  # what the checkpoint's folder counts: optimizer steps, RL steps of an RL run
+    state: Mapping[str, Any] = field(default_factory=dict)
 
 
-def resume(engine: Engine, folder: RunFolder, loader: Loader | None = None) -> Resumed:
+def resume(engine: Engine, folder: RunFolder, loader: Source | None = None) -> Resumed:
     """Load the checkpoint that `runner.resume_dir` names; `auto` is the newest whole one of this run, if it has any.
 
     Collective over the world. Checkpoints of this folder that are newer than the one loaded go aside where `loader` is
@@ -109,14 +120,14 @@ def resume(engine: Engine, folder: RunFolder, loader: Loader | None = None) -> R
                 raise
             damaged.append(found.source)
     notices = list(found.passed_over)
+    step = int(state.get(RL_STEP, engine.global_step))
     if loader is not None:
-        step = engine.global_step
         notices += together(axis, lambda: folder.keep_later(step) if axis.rank == 0 else [])
         notices += _differing_rows(loader, state.get(DATA), step)
-    return Resumed(found.source, tuple(notices))
+    return Resumed(found.source, tuple(notices), step, state)
 
 
-def _differing_rows(loader: Loader, saved: Any, step: int) -> list[str]:
+def _differing_rows(loader: Source, saved: Any, step: int) -> list[str]:
     if not isinstance(saved, dict):  # a loop that is not ours may have saved something else
         return []
     now = loader.identity()
@@ -138,7 +149,7 @@ class Trainer:
     def __init__(
         self,
         engine: Engine,
-        loader: Loader,
+        loader: Source,
         folder: RunFolder,
         *,
         eval_loader: EvalLoader | None = None,
@@ -195,34 +206,49 @@ class Trainer:
                 sink.close()
 
     def _step(self, step: int) -> StepResult:
+        result = self._train(step)
+        done = self.done
+        if self._evaluates and done % self.runner.val_check_interval == 0:
+            self.evaluate()
+        if self.runner.save_interval > 0 and done % self.runner.save_interval == 0:
+            self._save()
+        return result
+
+    def _train(self, step: int) -> StepResult:
+        assert isinstance(self.loader, Loader)
         result = self.engine.train_batch(self.loader.step(step))
+        self._log(result)
+        self.console.step(result)
+        return result
+
+    def _log(self, result: StepResult) -> None:
+        """A line of metrics.jsonl; numbers that are not finite end the run."""
         record = step_record(result)
         if self._metrics is not None:
             self._metrics.write(record)
         self._track(result.step, "train", record)
-        self.console.step(result)
         overflow = result.skipped and self.engine.plan.precision.dtype == "fp16"  # the loss scale adapts
         if not overflow and not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             raise TrainingError(
                 f"step {result.step}: loss {result.loss}, gradient norm {result.grad_norm}; the last good state is "
                 f"{self._last_good()}. Fix: a lower actor.optim.lr, a longer warm-up, or other data"
             )
-        if self._evaluates and result.step % self.runner.val_check_interval == 0:
-            self.evaluate()
-        if self.runner.save_interval > 0 and result.step % self.runner.save_interval == 0:
-            self._save()
-        return result
+
+    @property
+    def done(self) -> int:
+        """Steps done."""
+        return self.engine.global_step
 
     def _answer(self) -> Request:
         """Agree on what signals ask, and save. Collective over the world."""
-        request, step = self.requests.agree(self.engine.device), self.engine.global_step
+        request, step = self.requests.agree(self.engine.device), self.done
         if request is not Request.NOTHING and step and self._saved_at != step:
             self._save()
         return request
 
     def _stopped(self, request: Request, last: StepResult | None) -> dict[str, Any]:
         """A run that ends before its end: what result.json says of it. Everything is saved."""
-        step = self.engine.global_step
+        step = self.done
         where = self._checkpoint_of(step)
         why, code = ("as asked", EXIT_STOPPED) if request is Request.STOP else ("without its launcher", EXIT_FAILED)
         saved = f"{step}; all of it is in {where}: runner.resume_dir=auto goes on" if where else "0; nothing to save"
@@ -240,7 +266,7 @@ class Trainer:
         """Loss over `data.val_data_paths`, if there are any."""
         if self.eval_loader is None:
             return None
-        step = self.engine.global_step
+        step = self.done
         self.note(f"evaluation after step {step}")
         found = evaluate(
             self.engine, self.eval_loader, lambda: self.requests.agree(self.engine.device, keep=True) >= Request.STOP
@@ -260,24 +286,32 @@ class Trainer:
             tracker.log(step, values)
 
     def _save(self) -> Path:
-        step = self.engine.global_step
+        step = self.done
         self.note(f"checkpoint after step {step}")
-        path = self.engine.save_checkpoint(self.folder / CHECKPOINTS, {DATA: self.loader.identity()})
+        state = {DATA: self.loader.identity(), **self._state()}
+        path = self.engine.save_checkpoint(self.folder / CHECKPOINTS, state, step)
         self._saved_at = step
         self.console.say(f"checkpoint: {path}")
         return path
+
+    def _last_loss(self, step: int) -> float | None:
+        return self.folder.last_loss(step)
+
+    def _state(self) -> dict[str, Any]:
+        """More of a checkpoint's state."""
+        return {}
 
     def _last_good(self) -> str:
         return f"the checkpoint of step {self._saved_at}" if self._saved_at is not None else "the start"
 
     def _end(self, last: StepResult | None, seconds: float) -> dict[str, Any]:
-        step, axis = self.engine.global_step, world_axis()
+        step, axis = self.done, world_axis()
         if last is None:
             self.console.say(f"nothing to do: the run is at step {step} of {self.loader.total_steps}")
             earlier = gather_objects(self.folder.earlier_result(step) if self.first else None, axis)[0]
             if earlier is not None or step == 0:
                 return earlier or {"exit_code": 0, "steps": 0, "loss": None, "seconds": 0.0}
-        loss = last.loss if last else gather_objects(self.folder.last_loss(step) if self.first else None, axis)[0]
+        loss = last.loss if last else gather_objects(self._last_loss(step) if self.first else None, axis)[0]
         result: dict[str, Any] = {"exit_code": 0, "steps": step, "loss": loss, "seconds": round(seconds, 3)}
         if self._evaluates and (last is None or step % self.runner.val_check_interval):
             self.evaluate()
