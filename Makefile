@@ -70,10 +70,11 @@ ds-configs: $(STAMP) ## write ds_configs/ anew
 matrix: $(STAMP) ## write the README's support matrix anew
 	$(BIN)/python -m tests.docs.matrix --write
 
-benchmarks: smollm2 ## each axis, long rows, attention, weight loading, tokenising, packing, collectives: ratios side by side
+benchmarks: smollm2 ## each axis, long rows, attention, generation, weight loading, tokenising, packing, collectives: ratios
 	$(BIN)/python benchmarks/axes.py
 	$(BIN)/python benchmarks/axes.py --axes cp2 cp2-a2a cp2-gather --rows 1 --seq-length 4096
 	$(BIN)/python benchmarks/attention.py
+	$(BIN)/python benchmarks/generation.py
 	$(BIN)/python benchmarks/load_weights.py
 	$(BIN)/pip install -q -c constraints.txt -e '.[data,benchmarks]'
 	$(BIN)/python benchmarks/tokenization.py --samples 10000

@@ -1,9 +1,10 @@
 """Five kinds of parallelism for training Transformers on DeepSpeed, driven by RLinf/Megatron-style YAML.
 
 `load_config(path, overrides)` reads a YAML; `initialize(config)` builds this rank's part of the model and returns an
-`Engine` with `train_batch`, `eval_batch`, `compute_logprobs`, `save_checkpoint`, `load_checkpoint`, `export_hf`. Your
-own rows are `Document`s in a `StepBatch`. The layer libraries `hybrid5d.tensor_parallel` and
-`hybrid5d.context_parallel` work alone. Importing this imports no torch; the first use of `Engine` or `initialize` does.
+`Engine` with `train_batch`, `eval_batch`, `compute_logprobs`, `generate`, `save_checkpoint`, `load_checkpoint`,
+`export_hf`, `hf_tensors`. Your own rows are `Document`s in a `StepBatch`. The layer libraries
+`hybrid5d.tensor_parallel` and `hybrid5d.context_parallel` work alone. Importing this imports no torch; the first use
+of `Engine` or `initialize` does.
 """
 
 from __future__ import annotations

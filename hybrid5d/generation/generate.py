@@ -120,6 +120,8 @@ class _Replica:
             flight.told = flight.chooser.choose(self.stage.logits(x))
             if self.ctx.pp.size > 1:
                 self._send(flight.told, range(self.ctx.pp.size - 1))
+        else:
+            self.stage.accompany(head_only=True)
 
     def _enter(self, ids: Tensor) -> Tensor:
         """Hidden states [N, H] of a pass: of the tokens, or from the stage before."""

@@ -132,11 +132,14 @@ class Stage:
         if self.norm is not None and self.head is not None:
             yield [self.norm.weight, self.head.weight]
 
-    def accompany(self) -> None:
-        """Take part in the gathers of another replica's pass. Collective over dp x cp, as a pass is then."""
-        for params in self._units():
-            with self.gather(params):
-                pass
+    def accompany(self, *, head_only: bool = False) -> None:
+        """Take part in the gathers of a pass without work: another replica's, or (`head_only`) the head's part of one
+        that needs no logits. Collective over dp x cp, as every pass is where parameters are gathered.
+        """
+        if self.gather is not as_they_are:
+            for params in list(self._units())[-1 if head_only else 0 :]:
+                with self.gather(params):
+                    pass
 
     def embed(self, ids: Tensor) -> Tensor:
         """[N] -> [N, H]; summed over tp."""
