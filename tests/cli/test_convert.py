@@ -85,7 +85,7 @@ def test_text_tells_the_story_and_every_disposition() -> None:
         "Engine",
         "DeepSpeed",
         "Defaulted",
-        "rollout.*",
+        "rollout.tensor_parallel_size",
     ):
         assert words in done.stdout
     assert done.stdout.index("What you should know") < done.stdout.index("Overridden") < done.stdout.index("Dropped")
@@ -158,7 +158,7 @@ def test_vision_language_model_translates_with_a_notice(tmp_path: Path) -> None:
         ("actor.model.seq_length", ["${runner.seq_length}", "32768", "overridden"]),
         ("actor.optim.overlap_param_gather", ["dropped", "step()"]),
         ("actor.model.cp_comm_type", ["defaulted", "p2p"]),
-        ("rollout.tensor_parallel_size", ["another component"]),
+        ("rollout.tensor_parallel_size", ["dropped", "the training engi"]),
     ],
 )
 def test_explain(key: str, words: list[str]) -> None:
