@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid5d.console import say
-from hybrid5d.data.build import eval_loader_from_plan, loader_from_plan
+from hybrid5d.data.build import eval_loader_from_plan, loader_from_plan, tokenizer_name
 from hybrid5d.launch.env import LaunchEnv, environment, settle_environment, threads_per_rank
 from hybrid5d.launch.watch import Job
 from hybrid5d.plan.run import RunPlan
@@ -23,6 +23,7 @@ TORCHRUN_GRACE_SECONDS = 30  # torch.distributed.elastic's own limit; accelerate
 
 if TYPE_CHECKING:
     from hybrid5d.engine.engine import Engine
+    from hybrid5d.rl.prompts import PromptFiles
     from hybrid5d.rl.rollouts import RolloutFiles
     from hybrid5d.train.trainer import Resumed, Source
 
@@ -49,7 +50,7 @@ def train(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | None)
     rollouts = _rollouts(job, plan) if plan.config.is_rl else None
     loader = loader_from_plan(plan, dp_rank) if rollouts is None else None
     source: Source | None = loader if rollouts is None else rollouts
-    wanted = plan.config.runner.val_check_interval > 0 and plan.config.data.val_data_paths
+    wanted = rollouts is None and plan.config.runner.val_check_interval > 0 and plan.config.data.val_data_paths
     eval_loader = eval_loader_from_plan(plan, dp_rank) if wanted else None
     if first:
         say("\n".join(_introduction(plan, job.env, source, notices)), sys.stdout)
@@ -112,11 +113,14 @@ def evaluate(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | No
     return 0
 
 
-def _rollouts(job: Job, plan: RunPlan) -> RolloutFiles:
+def _rollouts(job: Job, plan: RunPlan) -> RolloutFiles | PromptFiles:
     settle_environment(job.env, os.environ)  # before torch, which the package of RL imports
+    from hybrid5d.rl.prompts import PromptFiles
     from hybrid5d.rl.rollouts import RolloutFiles
 
     assert plan.model is not None
+    if plan.config.data.type != "rollouts":
+        return PromptFiles(plan.config, plan.model, tokenizer_name(plan))
     return RolloutFiles(plan.config, plan.model.vocab_size)
 
 

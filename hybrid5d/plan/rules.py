@@ -25,6 +25,7 @@ _TP, _PP, _CP = f"{_M}tensor_model_parallel_size", f"{_M}pipeline_model_parallel
 CLUSTER = ("cluster.num_nodes", "cluster.component_placement", "cluster.node_groups")
 _RL = ("runner.task_type", "data.rollout_batch_size")
 SUPERVISED = ("text", "tokens", "chat")
+PROMPTS = ("prompts", "math")
 _STAGE = ("actor.deepspeed", f"{_O}use_distributed_optimizer")
 
 
@@ -349,7 +350,9 @@ def deepspeed_block(draft: Draft) -> list[ConfigError]:
 # --- what a run needs on disk beyond the model's config.json ---------------------------------------------------------
 
 
-@reads("data.type", "critic.use_critic_model", "runner.val_check_interval", *_RL)
+@reads("data.type", "critic.use_critic_model", "runner.val_check_interval", *_RL, "rollout.rollout_backend",
+       "reward.function", "reward.reward_type", "algorithm.sampling_params.max_new_tokens", "data.max_prompt_length",
+       "runner.seq_length", f"{_M}seq_length", f"{_M}encoder_seq_length")  # fmt: skip
 def data_type(draft: Draft) -> list[ConfigError]:
     """Rows can be made of the data."""
     kind = draft.config.data.type
@@ -365,17 +368,42 @@ def data_type(draft: Draft) -> list[ConfigError]:
     return [ConfigError("data.type", kind, rule, "use chat for conversations, text for documents")]
 
 
+def _prompt_data(config: RunConfig) -> list[ConfigError]:
+    """What generating and rewarding needs."""
+    errors, reward, asked = [], config.reward, config.algorithm.sampling_params.max_new_tokens
+    if config.rollout.rollout_backend == "files":
+        fix = "use hybrid5d, or data.type: rollouts"
+        errors.append(
+            ConfigError("rollout.rollout_backend", "files", f"data.type {config.data.type} is generated", fix)
+        )
+    if reward.function is None and reward.reward_type != "math":
+        rule = "rewards are math's, or those of a function of one's own"
+        errors.append(ConfigError("reward.reward_type", reward.reward_type, rule, "use math, or name reward.function"))
+    prompt, length = config.data.max_prompt_length, config.row_length
+    if length is None or (prompt is None and asked is None):
+        rule = "the lengths of prompt and response are not known"
+        fix = "write runner.seq_length, and data.max_prompt_length or sampling_params.max_new_tokens"
+        errors.append(ConfigError("data.max_prompt_length", prompt, rule, fix))
+    elif (prompt or 1) + (asked or 1) > length:
+        rule = f"no room: prompt of {prompt or 1} and response of {asked or 1} tokens exceed seq_length={length}"
+        errors.append(ConfigError("data.max_prompt_length", prompt, rule, "use shorter ones"))
+    return errors
+
+
 def _rl_data(draft: Draft) -> list[ConfigError]:
     """What of RL runs here: training on rollouts that a generator has written."""
     config, errors = draft.config, []
     if draft.purpose == "eval":
         return [ConfigError("runner.task_type", config.runner.task_type, "RL has no evaluation", "use sft")]
-    if config.data.type != "rollouts":
-        rule = "the loop from prompts to rollouts is not offered yet: RL trains on rollouts from files"
-        errors.append(ConfigError("data.type", config.data.type, rule, "write rollouts, and data.type: rollouts"))
+    kind = config.data.type
+    if kind in PROMPTS:
+        errors += _prompt_data(config)
+    elif kind != "rollouts":
+        rule = "RL trains on rollouts from files, or on prompts"
+        errors.append(ConfigError("data.type", kind, rule, "use prompts, or rollouts"))
     if config.critic.use_critic_model:
         errors.append(ConfigError("critic.use_critic_model", True, "a critic is not offered yet", "use grpo or reinpp"))
-    if config.runner.val_check_interval > 0:
+    if config.runner.val_check_interval > 0 and kind == "rollouts":
         rule = "rollouts have no validation"
         errors.append(ConfigError("runner.val_check_interval", config.runner.val_check_interval, rule, "set it to -1"))
     return errors

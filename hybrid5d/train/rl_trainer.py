@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from hybrid5d.engine.engine import Engine
 from hybrid5d.engine.results import StepResult
-from hybrid5d.rl.rollouts import RolloutFiles
+from hybrid5d.rl.generate import Player
+from hybrid5d.rl.prompts import PromptFiles
+from hybrid5d.rl.rollouts import Rollout, RolloutFiles
 from hybrid5d.rl.step import PolicyUpdate
 from hybrid5d.train.metrics import JsonLines, open_trackers
 from hybrid5d.train.requests import Requests
 from hybrid5d.train.run_folder import EVALS, METRICS, RunFolder
 from hybrid5d.train.trainer import RL_STEP, Trainer
+
+PROGRESS_SECONDS = 15.0
 
 
 class RLTrainer(Trainer):
@@ -24,12 +29,15 @@ class RLTrainer(Trainer):
     """
 
     def __init__(
-        self, engine: Engine, rollouts: RolloutFiles, folder: RunFolder, *, start: int = 0,
+        self, engine: Engine, rollouts: RolloutFiles | PromptFiles, folder: RunFolder, *, start: int = 0,
         note: Callable[[str], None] = lambda where: None, requests: Requests | None = None,
     ):  # fmt: skip
         super().__init__(engine, rollouts, folder, note=note, requests=requests)
         self.rollouts, self.update = rollouts, PolicyUpdate(engine)
+        self.player = Player(engine, rollouts) if isinstance(rollouts, PromptFiles) else None
         self.start_step = self._done = start
+        self.validation: list[float] = []
+        self._spoke = time.perf_counter()
         self._saved_at = start or None
 
     @property
@@ -45,7 +53,7 @@ class RLTrainer(Trainer):
 
     def _train(self, step: int) -> StepResult:
         last: StepResult | None = None
-        for result in self.update.run(self.rollouts.step(step), step):
+        for result in self.update.run(self._rows(step), step):
             self._log(result)
             last = result
         assert last is not None  # n_minibatches is 1 or more
@@ -55,6 +63,52 @@ class RLTrainer(Trainer):
         self.console.step(replace(last, step=step + 1))
         self.console.say("  " + "  ".join([f"optimizer step {last.step}", *words]))
         return last
+
+    def _rows(self, step: int) -> list[Rollout]:
+        if self.player is None:
+            assert isinstance(self.rollouts, RolloutFiles)
+            return self.rollouts.step(step)
+        assert isinstance(self.rollouts, PromptFiles)
+        self.note(f"rollouts of RL step {step + 1}")
+        rows = self.player.play(self.rollouts.step(step), step, self._progress)
+        if self.player.errors:
+            self.console.say(f"  {len(self.player.errors)} rows without a score: {self.player.errors[0]}")
+        self.note(f"RL step {step + 1}")
+        return rows
+
+    def _progress(self, done: int, total: int) -> None:
+        """A word every few seconds of a long phase."""
+        now = time.perf_counter()
+        if now - self._spoke > PROGRESS_SECONDS:
+            self._spoke = now
+            self.console.say(f"  generating: {done} of {total} responses of the first replica")
+
+    @property
+    def _evaluates(self) -> bool:
+        return isinstance(self.rollouts, PromptFiles) and bool(self.rollouts.validation)
+
+    def evaluate(self) -> None:
+        """Mean reward of the greedy answers to the validation prompts."""
+        assert self.player is not None  # `_evaluates`
+        self.note(f"validation after RL step {self.done}")
+        reward = self.player.validate(self._progress)
+        record = {"step": self.done, "reward": reward, "prompts": len(self.player.files.validation)}
+        if self._evals is not None:
+            self._evals.write(record)
+        self._track(self.done, "eval", {"reward": reward})
+        self.validation.append(reward)
+        self.console.say(f"validation after RL step {self.done}: mean reward {reward:.4f}")
+
+    def _close(self) -> None:
+        super()._close()
+        if self.player is not None:
+            self.player.close()
+
+    def _end(self, last: StepResult | None, seconds: float) -> dict[str, Any]:
+        result = super()._end(last, seconds)
+        if self.validation:
+            result["eval_reward"] = self.validation[-1]
+        return result
 
     def _state(self) -> dict[str, Any]:
         return {RL_STEP: self.done}
