@@ -296,31 +296,33 @@ class Channel:
                 arrived[me] = parts[me][start : start + width]
             reduce_into(out[start : start + width], arrived, kind)
 
-    def all_to_all(self, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> Run:
-        """outs[k] = rank k's parts[rank]; any sizes. Bytes. The first turn carries everyone's sizes too.
+    def all_to_all(self, outs: Sequence[Tensor], parts: Sequence[Tensor], even: bool = False) -> Run:
+        """outs[k] = rank k's parts[rank]; any sizes. Bytes.
+
+        `even`: no splits were given, so all parts are equal, also on the other ranks. Else the first turn carries
+        everyone's sizes too.
 
         Raises:
             RuntimeError: a peer sends another size than is expected from it.
         """
-        n, me, signature = self.n, self.rank, _signature("all_to_all", 0)
-        slots, start, most, table = self._small, 0, 1, -(-n * WORD // 64) * 64
+        n, me, size = self.n, self.rank, parts[0].numel() if even else 0
+        signature, start, table = _signature("all_to_all", n * size + even), 0, 0 if even else -(-n * WORD // 64) * 64
+        slots = (yield from self._slots(n * size)) if even else self._small
+        most = size if even else 1
+        if even:
+            outs[me].copy_(parts[me])
         while start < most:
             step = (slots.size - table) // n // 64 * 64
             yield from self._begin()
             views = slots.next(torch.uint8, slots.size)
-            if start == 0:
+            if not even and start == 0:
                 sizes = torch.tensor([p.numel() for p in parts])
                 views[me][: n * WORD].view(torch.int64).copy_(sizes)
             self._send_parts(views[me][table:], parts, start, step)
             self._publish(signature)
             yield from self._read(self.others, signature)
-            if start == 0:
-                counts = [v[: n * WORD].view(torch.int64).tolist() for v in views]
-                for k in range(n):
-                    if counts[k][me] != outs[k].numel():
-                        text = f"group rank {k} sends {counts[k][me]} bytes to {me}, which expects {outs[k].numel()}"
-                        raise RuntimeError(f"all_to_all: {text}")
-                most = max(max(c) for c in counts)
+            if not even and start == 0:
+                most = self._checked_sizes(views, outs)
                 outs[me].copy_(parts[me])
             for k in self.others:
                 width = min(step, outs[k].numel() - start)
@@ -328,8 +330,17 @@ class Channel:
                     at = table + me * step
                     outs[k][start : start + width].copy_(views[k][at : at + width])
             start += step
-            if start < most:
+            if not even and start < most:
                 slots = yield from self._slots(most)
+
+    def _checked_sizes(self, views: Sequence[Tensor], outs: Sequence[Tensor]) -> int:
+        """The largest part of all, where what the peers send is what is expected of them."""
+        counts = [v[: self.n * WORD].view(torch.int64).tolist() for v in views]
+        for k in range(self.n):
+            if counts[k][self.rank] != outs[k].numel():
+                text = f"group rank {k} sends {counts[k][self.rank]} bytes to {self.rank}, which expects"
+                raise RuntimeError(f"all_to_all: {text} {outs[k].numel()}")
+        return max(max(c) for c in counts)
 
     def _send_parts(self, slot: Tensor, parts: Sequence[Tensor], start: int, step: int) -> None:
         for k in self.others:

@@ -382,7 +382,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def all_to_all_single(self, out: Tensor, x: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None) -> Work:
         staged = _Staged()
         targets = self._rows(staged.write(out, keep=False), out_sizes)
-        return self._all_to_all(targets, self._rows(staged.read(x), in_sizes), staged, opts, [out])
+        even = not out_sizes and not in_sizes
+        return self._all_to_all(targets, self._rows(staged.read(x), in_sizes), staged, opts, [out], even)
 
     def _rows(self, x: Tensor, sizes: Any) -> list[Tensor]:
         """Cut along the first dim, evenly where no sizes are given."""
@@ -400,13 +401,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
         targets = [staged.write(out, keep=False) for out in outs]
         return self._all_to_all(targets, [staged.read(x) for x in ins], staged, opts, outs)
 
-    def _all_to_all(self, targets: Any, parts: Any, staged: _Staged, opts: Any, outs: Any) -> Work:
+    def _all_to_all(
+        self, targets: Any, parts: Any, staged: _Staged, opts: Any, outs: Any, even: bool = False
+    ) -> Work:
         to, of = [_bytes(t) for t in targets], [_bytes(p) for p in parts]
         if self._end is None:
             to[0].copy_(of[0])
             staged.finish()
             return Work(None, "all_to_all", outs, 0.0)
-        return self._run("all_to_all", outs, self._end.channel.all_to_all(to, of), staged, opts)
+        return self._run("all_to_all", outs, self._end.channel.all_to_all(to, of, even), staged, opts)
 
     def barrier(self, opts: Any = None) -> Work:
         if self._end is None:
