@@ -9,6 +9,7 @@ def main() -> None:
 
     from hybrid5d.cli.convert import convert
     from hybrid5d.cli.export import export
+    from hybrid5d.cli.plan import plan
     from hybrid5d.cli.train import evaluate, train
 
     app = typer.Typer(
@@ -23,4 +24,5 @@ def main() -> None:
     app.command(name="eval")(evaluate)
     app.command()(convert)
     app.command()(export)
+    app.command()(plan)
     app()
