@@ -1,13 +1,11 @@
-"""What signals ask of a run: to save, or to save and stop. Asked on any rank at any time, agreed on between steps."""
+"""What signals ask of a run: to save, or to save and stop. Asked on any rank at any time, agreed on between steps.
+
+Without torch: a rank answers signals before it imports it.
+"""
 
 from __future__ import annotations
 
 from enum import IntEnum
-
-import torch
-
-from hybrid5d.parallel.agree import world_axis
-from hybrid5d.parallel.collectives import max_scalars
 
 
 class Request(IntEnum):
@@ -39,13 +37,7 @@ class Requests:
         """Called from another thread than the one that answers."""
         self._asked = max(self._asked, request)
 
-    def agree(self, device: torch.device, keep: bool = False) -> Request:
-        """What any rank was asked; a stop stays, a save is asked once. Collective over the world (one maximum).
-
-        `keep`: only look; a save is left for the next one to answer.
-        """
-        mine = self._asked
-        agreed = Request(int(max_scalars([float(mine)], world_axis(), device)[0]))
-        if not keep and self._asked is mine is Request.SAVE:
+    def take(self, seen: Request) -> None:
+        """A save is answered once; a stop stays, and so does what was asked after `seen` was read."""
+        if self._asked is seen is Request.SAVE:
             self._asked = Request.NOTHING
-        return agreed

@@ -14,6 +14,7 @@ from hybrid5d.data.loader import EvalLoader, Loader
 from hybrid5d.engine.results import StepResult
 from hybrid5d.errors import EXIT_FAILED, EXIT_STOPPED, DamagedCheckpoint, HybridError
 from hybrid5d.parallel.agree import gather_objects, together, world_axis
+from hybrid5d.parallel.collectives import max_scalars
 from hybrid5d.train.metrics import Console, JsonLines, Tracker, duration, open_trackers, step_record
 from hybrid5d.train.requests import Request, Requests
 from hybrid5d.train.run_folder import CHECKPOINTS, EVALS, HF, METRICS, RunFolder
@@ -239,9 +240,17 @@ class Trainer:
         """Steps done."""
         return self.engine.global_step
 
+    def _agree(self, keep: bool = False) -> Request:
+        """The most that any rank was asked; `keep`: only look. Collective over the world (one maximum)."""
+        mine = self.requests.asked
+        agreed = Request(int(max_scalars([float(mine)], world_axis(), self.engine.device)[0]))
+        if not keep:
+            self.requests.take(mine)
+        return agreed
+
     def _answer(self) -> Request:
         """Agree on what signals ask, and save. Collective over the world."""
-        request, step = self.requests.agree(self.engine.device), self.done
+        request, step = self._agree(), self.done
         if request is not Request.NOTHING and step and self._saved_at != step:
             self._save()
         return request
@@ -269,7 +278,7 @@ class Trainer:
         step = self.done
         self.note(f"evaluation after step {step}")
         found = evaluate(
-            self.engine, self.eval_loader, lambda: self.requests.agree(self.engine.device, keep=True) >= Request.STOP
+            self.engine, self.eval_loader, lambda: self._agree(keep=True) >= Request.STOP
         )
         if found is None:
             return None
