@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hybrid5d.cli.options import Format, Overrides, WorldSize, check_format, refuse
 from hybrid5d.config.classify import owner
 from hybrid5d.config.schema import schema_keys
 from hybrid5d.config.tree import get, nearest
@@ -15,29 +16,21 @@ from hybrid5d.errors import EXIT_REFUSED, ConfigError
 from hybrid5d.plan.convert import Translation, translate
 from hybrid5d.plan.outputs import REPORT, json_text, plan_files, write_files
 
-FORMATS = ("text", "json")
-
 
 def convert(
     run: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="RLinf/Megatron YAML, or one of ours")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="key=value, +key=value, ~key; they win over the file"),
-    ] = None,
+    overrides: Overrides = None,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of each of cluster.num_nodes nodes")] = 8,
-    world_size: Annotated[
-        int | None, typer.Option(min=1, help="processes of the actor; overrides component_placement")
-    ] = None,
+    world_size: WorldSize = None,
     model: Annotated[str | None, typer.Option(help="Hugging Face folder to check the model rules against")] = None,
     out: Annotated[
         Path | None, typer.Option(help="write ds_config.json, accelerate.yaml, layout.json, resolved.yaml, report.json")
     ] = None,
-    format_: Annotated[str, typer.Option("--format", help="text or json")] = "text",
+    format_: Format = "text",
     explain: Annotated[str | None, typer.Option(metavar="KEY", help="tell one key's whole story")] = None,
 ) -> None:
     """Translate a YAML to DeepSpeed. Exit 0: translated; 2: refused, with every reason."""
-    if format_ not in FORMATS:
-        _fail(f"--format {format_!r}: known formats are {' and '.join(FORMATS)}")
+    check_format(format_)
     result = translate(run, overrides or [], gpus_per_node=gpus_per_node, world_size=world_size, model=model)
     if explain is not None:
         _explain(result, explain, format_)
@@ -55,11 +48,6 @@ def convert(
         raise typer.Exit(EXIT_REFUSED)
 
 
-def _fail(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    raise typer.Exit(EXIT_REFUSED)
-
-
 def _write(result: Translation, out: Path) -> None:
     """A refused file leaves report.json only: there is nothing that could be run."""
     files = {REPORT: json_text(result.to_dict())}
@@ -68,7 +56,7 @@ def _write(result: Translation, out: Path) -> None:
     try:
         write_files(out, files)
     except OSError as exc:
-        _fail(str(ConfigError("--out", str(out), f"cannot be written: {exc.strerror}", "choose another folder")))
+        refuse(str(ConfigError("--out", str(out), f"cannot be written: {exc.strerror}", "choose another folder")))
 
 
 def _explain(result: Translation, key: str, format_: str) -> None:
@@ -76,7 +64,7 @@ def _explain(result: Translation, key: str, format_: str) -> None:
     if not story:
         known = [*schema_keys(), *(e["key"] for e in result.report)]
         near = nearest(key, known)
-        _fail(
+        refuse(
             f"--explain {key}: neither the file nor the schema has this key"
             + (f". Did you mean {near}?" if near else "")
         )

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from hybrid5d.checkpoint.manifest import find_checkpoint, read_manifest
-from hybrid5d.errors import EXIT_REFUSED, HybridError
+from hybrid5d.cli.options import refuse
+from hybrid5d.errors import HybridError
 
 
 def export(
@@ -27,8 +28,7 @@ def export(
 
         target = export_checkpoint(checkpoint, out, dtype, max_shard_size, force)
     except HybridError as exc:
-        sys.stderr.write(f"{exc}\n")
-        raise typer.Exit(EXIT_REFUSED) from None
+        refuse(str(exc))
     sys.stdout.write(f"{target}: step {manifest.step}, {len(manifest.tensors)} tensors\n")
 
 

@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hybrid5d.errors import EXIT_REFUSED
+from hybrid5d.cli.options import Format, Overrides, Run, WorldSize, check_format, refuse
 from hybrid5d.plan.convert import translate
 from hybrid5d.plan.forecast import Forecast, forecast
 from hybrid5d.plan.outputs import json_text
 
-FORMATS = ("text", "json")
-
 
 def plan(
-    run: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run: one of ours, or RLinf's on Megatron")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="key=value, +key=value, ~key; they win over the file"),
-    ] = None,
-    world_size: Annotated[
-        int | None, typer.Option(min=1, help="processes of the actor; overrides component_placement")
-    ] = None,
+    run: Run,
+    overrides: Overrides = None,
+    world_size: WorldSize = None,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="ranks fill nodes in order, so many to each")] = 8,
-    format_: Annotated[str, typer.Option("--format", help="text or json")] = "text",
+    format_: Format = "text",
 ) -> None:
     """Groups across nodes, batch, parameters per stage, bubble. Memory and time are not estimated. Exit 2: refused."""
-    if format_ not in FORMATS:
-        sys.stderr.write(f"--format {format_!r}: known formats are {' and '.join(FORMATS)}\n")
-        raise typer.Exit(EXIT_REFUSED)
+    check_format(format_)
     result = translate(run, overrides or [], gpus_per_node=gpus_per_node, world_size=world_size)
     if result.errors or result.plan is None:
-        sys.stderr.write("".join(f"{error}\n" for error in result.errors))
-        raise typer.Exit(EXIT_REFUSED)
+        refuse("\n".join(map(str, result.errors)))
     found = forecast(result.plan, gpus_per_node)
     sys.stdout.write(json_text(found.to_dict()) if format_ == "json" else _text(found))
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hybrid5d.errors import EXIT_REFUSED, HybridError
+from hybrid5d.cli.options import Overrides, Run, refuse
+from hybrid5d.errors import HybridError
 from hybrid5d.launch.preflight import Argv
 from hybrid5d.launch.start import LAUNCHERS, launch
 from hybrid5d.plan.draft import Purpose
 
-Run = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run: one of ours, or RLinf's on Megatron")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="key=value, +key=value, ~key; they win over the file")
-]
 NumProcs = Annotated[
     int | None, typer.Option(min=1, help="processes to start; default: tensor x pipeline x context parallel size")
 ]
@@ -41,6 +37,5 @@ def _start(
     try:
         code = launch(Argv(run, tuple(overrides or ())), num_procs, launcher, purpose)
     except HybridError as exc:
-        sys.stderr.write(f"{exc}\n")
-        code = EXIT_REFUSED
+        refuse(str(exc))
     raise typer.Exit(code)
