@@ -9,8 +9,11 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+
+import psutil
 
 from hybrid5d.console import say
 from hybrid5d.errors import EXIT_FAILED, ConfigError, ConfigErrors
@@ -112,9 +115,25 @@ def _run(words: list[str], grace_seconds: float) -> int:
     process = subprocess.Popen(words, env=environ, start_new_session=True)
     with _forwarded(process, grace_seconds):
         code = process.wait()
+        if code <= 0:  # killed, or `deepspeed` whose inner process was: ranks that still run save what they have
+            _wait_for_group(process.pid, grace_seconds + _PATIENCE_SECONDS)
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)  # whatever the launcher left behind
     return code if code >= 0 else 128 - code
+
+
+def _wait_for_group(group: int, seconds: float) -> None:
+    """Until no process of the group runs any more (there is nobody to reap those that ended)."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(_runs_in(p, group) for p in psutil.process_iter()):
+        time.sleep(0.2)
+
+
+def _runs_in(process: psutil.Process, group: int) -> bool:
+    try:
+        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
+    except (OSError, psutil.Error):
+        return False
 
 
 def _root() -> Path:

@@ -29,6 +29,7 @@ from hybrid5d.train.requests import Request, Requests
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # stop and save, end at once, save
 GRACE_SECONDS = 8.0  # for the cause to be told, and for the launcher to end this rank
 _POLL_SECONDS = 1.0
+REPEAT_SECONDS = 2.0  # a scheduler signals all processes and launchers pass it on: SIGTERMs this close are one
 _PREFIX = "hybrid5d-"
 
 
@@ -156,9 +157,10 @@ class Job:
         """
         if number == signal.SIGUSR1:
             self.requests.ask(Request.SAVE)
+        elif number == signal.SIGTERM and self._stopping_since(REPEAT_SECONDS):
+            return
         elif number == signal.SIGTERM and not self._failed() and not self.gone() and self._will_answer():
-            self.requests.ask(Request.STOP)
-            self._deadline = time.monotonic() + self.grace_seconds
+            self._ask_to_end(Request.STOP)
         elif number == signal.SIGTERM and not self.requests.answered and not self._failed():
             self._end(f"stopped by {number.name}; there was nothing to save yet", EXIT_STOPPED)
         else:
@@ -167,11 +169,20 @@ class Job:
     def _orphaned(self) -> None:
         """A launcher that is gone (killed, or `deepspeed` on SIGTERM) asks for a save and the end; no success."""
         self.ancestors = []
+        if self._stopping_since(self.grace_seconds):  # the launcher died of the signal that asked for it
+            return
         if not self._will_answer():
             self._end("the launcher is gone; stopping", EXIT_FAILED)
         self.warn("the launcher is gone: saving and stopping after this step")
-        self.requests.ask(Request.LEAVE)
+        self._ask_to_end(Request.LEAVE)
+
+    def _ask_to_end(self, request: Request) -> None:
+        self.requests.ask(request)
         self._deadline = time.monotonic() + self.grace_seconds
+
+    def _stopping_since(self, seconds: float) -> bool:
+        """A stop was asked for, at most so long ago."""
+        return self._deadline is not None and time.monotonic() <= self._deadline - self.grace_seconds + seconds
 
     def _will_answer(self) -> bool:
         return self.requests.answered and self.requests.asked < Request.STOP
@@ -219,7 +230,8 @@ class Job:
         say(f"{self._prefix()}warning: {text}")
 
     def _failed(self) -> bool:
-        return (self.folder / "failed").exists()
+        """Another rank of this launch failed; what is left of an earlier one by the same parent is none of ours."""
+        return self.env.world_size > 1 and (self.folder / "failed").exists()
 
     def _prefix(self) -> str:
         return f"[rank {self.env.rank}] " if self.env.world_size > 1 else ""

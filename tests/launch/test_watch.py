@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +13,8 @@ import pytest
 
 from hybrid5d.errors import ConfigError, ConfigErrors
 from hybrid5d.launch.env import LaunchEnv
-from hybrid5d.launch.watch import Job, _started, _sweep
+from hybrid5d.launch.watch import REPEAT_SECONDS, Job, _started, _sweep
+from hybrid5d.train.requests import Request
 
 
 def job(tmp_path: Path, rank: int, world: int = 4) -> Job:
@@ -50,6 +52,60 @@ def test_a_rank_that_vanished_is_named_first(tmp_path: Path, capfd: pytest.Captu
     assert lines[1].startswith("[rank 1] step 5: RuntimeError")
     (ranks[3].folder / "3.done").touch()
     assert ranks[0].gone() == [], "a rank that finished may go"
+
+
+class Left(Exception):
+    """Stands for the end of the process."""
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """A rank that trains, and was sent SIGTERM just now."""
+
+    def leave(code: int) -> None:
+        raise Left(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    found = job(tmp_path, 1)
+    found.requests.answered = True
+    found._signalled(signal.SIGTERM)
+    assert found.requests.asked is Request.STOP
+    return found
+
+
+def test_sigterms_of_one_moment_are_one_and_a_later_one_ends_at_once(
+    asked: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler signals every process, and launchers pass it on to ranks that have it already."""
+    asked._signalled(signal.SIGTERM)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + REPEAT_SECONDS + 0.1)
+    with pytest.raises(Left, match="143"):
+        asked._signalled(signal.SIGTERM)
+
+
+def test_a_launcher_that_the_signal_ended_cuts_no_save_short(asked: Job) -> None:
+    asked._orphaned()
+    assert asked.requests.asked is Request.STOP
+
+
+def test_a_lost_launcher_asks_for_a_save(tmp_path: Path) -> None:
+    found = job(tmp_path, 1)
+    found.requests.answered = True
+    found._orphaned()
+    assert found.requests.asked is Request.LEAVE
+
+
+@pytest.mark.parametrize("answered, code, told", [(True, 1, "runner.grace_seconds"), (False, 3, "nothing to save yet")])
+def test_the_grace_ends(answered: bool, code: int, told: str) -> None:
+    """A save that takes too long ends the rank; before anybody answers, SIGTERM ends it at once."""
+    script = (
+        "import os, signal, time\nfrom hybrid5d.launch.env import LaunchEnv\nfrom hybrid5d.launch.watch import Job\n"
+        f"job = Job(LaunchEnv())\njob.grace_seconds = 0.2\njob.requests.answered = {answered}\n"
+        "job.join()\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50)
+    assert done.returncode == code and told in done.stderr
 
 
 def test_leaving_early_with_code_0_is_a_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
