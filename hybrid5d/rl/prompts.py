@@ -17,13 +17,15 @@ import numpy as np
 
 from hybrid5d.config.schema import RunConfig
 from hybrid5d.data.faults import Faults
-from hybrid5d.data.fields import BadRecord, given, keys_of, object_of
+from hybrid5d.data.fields import BadRecord, FieldReport, given, keys_of, object_of
 from hybrid5d.data.order import epoch_order
 from hybrid5d.data.sources import read_records, resolve_sources
 from hybrid5d.data.tokenise import read_template
 from hybrid5d.data.tokenizer import ByteTokenizer, FastTokenizer, load_tokenizer
 from hybrid5d.errors import DataError
 from hybrid5d.hf.spec import ModelSpec
+from hybrid5d.rl.rewards import answers_of
+from hybrid5d.rl.rollouts import bounded_steps
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,7 @@ class PromptFiles:
             raise DataError(f"data: {len(self.prompts)} prompts are fewer than data.rollout_batch_size={size}")
         if left:
             self.notices.append(f"{left} of {len(self.prompts)} prompts fill no RL step and are left out of each epoch")
-        runner = config.runner
-        bounds = [runner.max_steps] if runner.max_steps >= 0 else []
-        bounds += [runner.max_epochs * self.steps_per_epoch] if runner.max_epochs >= 0 else []
-        self.total_steps: int | None = min(bounds) if bounds else None
+        self.total_steps = bounded_steps(config, self.steps_per_epoch)
 
     def describe(self) -> str:
         """For the start of a run."""
@@ -89,12 +88,16 @@ class PromptFiles:
     def _read(self, paths: Sequence[str]) -> list[Prompt]:
         faults, found, dropped, first = Faults(), list[Prompt](), 0, ""
         for source in resolve_sources(paths, "tokens", faults):
+            report = FieldReport()
             for line, record in read_records(source, faults):
                 try:
                     prompt = self._prompt(object_of(record))
                 except BadRecord as e:
                     faults.add(source.path, line, str(e))
                     continue
+                if self.config.reward.function is None:  # one's own function is given the whole record
+                    read = (self.config.data.prompt_key, self.config.data.answer_key)
+                    report.unread(line, [n for n in record if n not in read and given(record, n)])
                 if len(prompt.ids) <= self.longest:
                     found.append(prompt)
                 elif self.config.data.filter_prompt_by_length:
@@ -102,6 +105,7 @@ class PromptFiles:
                 else:
                     text = f"a prompt of {len(prompt.ids)} tokens exceeds data.max_prompt_length={self.longest}"
                     faults.add(source.path, line, text)
+            self.notices += [f"{source.path}: {text}" for text in report.notices()]
         faults.raise_if_any()
         if dropped:
             self.notices.append(
@@ -116,10 +120,10 @@ class PromptFiles:
         if turns is None and not (isinstance(value, str) and value):
             raise BadRecord(f"no prompt under {data.prompt_key!r} (data.prompt_key); its keys: {keys_of(record)}")
         if self.config.reward.function is None:
-            answers = record.get(data.answer_key)
-            answers = answers if isinstance(answers, list) else [answers]
-            if not given(record, data.answer_key) or not answers or any(str(a or "").strip() == "" for a in answers):
-                raise BadRecord(f"no answer under {data.answer_key!r} (data.answer_key)")
+            try:
+                answers_of(record, data.answer_key)
+            except DataError as e:
+                raise BadRecord(str(e)) from None
         try:
             return Prompt(*self._encoded(turns, value), record)
         except (KeyError, TypeError, AttributeError) as e:

@@ -92,7 +92,7 @@ class RolloutFiles:
         self.groups = groups
         if left:
             self.notices.append(f"the last {left} of {len(groups)} groups fill no RL step and are left out")
-        self.total_steps = _bounded(config, self.steps_per_epoch)
+        self.total_steps = bounded_steps(config, self.steps_per_epoch)
 
     def describe(self) -> str:
         """For the start of a run."""
@@ -128,7 +128,8 @@ class RolloutFiles:
             self.notices += [f"{source.path}: {text}" for text in report.notices()]
 
 
-def _bounded(config: RunConfig, steps_per_epoch: int) -> int | None:
+def bounded_steps(config: RunConfig, steps_per_epoch: int) -> int | None:
+    """RL steps that `max_steps` and `max_epochs` allow; None: neither is set."""
     bounds = [config.runner.max_steps] if config.runner.max_steps >= 0 else []
     bounds += [config.runner.max_epochs * steps_per_epoch] if config.runner.max_epochs >= 0 else []
     return min(bounds) if bounds else None

@@ -101,10 +101,11 @@ def _spec(model: Path) -> Any:
     return examine(config, 1)[0].model  # type: ignore[union-attr]
 
 
-def files(tmp_path: Path, model: Path, rows: list[Any], **data: Any) -> Any:
+def files(tmp_path: Path, model: Path, rows: list[Any], reward: dict[str, Any] | None = None, **data: Any) -> Any:
     from hybrid5d.rl.prompts import PromptFiles
 
     config = tree(tmp_path, model)
+    config["reward"] = config["reward"] if reward is None else reward
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config["data"] |= data
     return PromptFiles(RunConfig.model_validate(config), _spec(model), "byte")
@@ -122,6 +123,20 @@ def test_prompts_are_left_out_or_refused_never_cut(tmp_path: Path, model: Path) 
         files(tmp_path, model, [{"prompt": "1"}, {"question": "2"}])
     with pytest.raises(DataError, match="3 prompts are fewer than data"):
         files(tmp_path, model, rows[:2] + rows[3:4])
+
+
+def test_records_that_math_rewards_keep_accounts(tmp_path: Path, model: Path) -> None:
+    """0 is an answer; a field that neither template nor reward reads is reported once; one's own function reads all."""
+    math = {"reward_type": "math"}
+    rows = [{"prompt": "1", "answer": 0, "id": 7}, *({"prompt": "2", "answer": ["3"], "system": "be short"},) * 3]
+    math_data: dict[str, Any] = {"answer_key": "answer", "val_data_paths": None}
+    found = files(tmp_path, model, rows, math, **math_data)
+    assert len(found.prompts) == 4
+    (notice,) = found.notices
+    assert "train.jsonl: field 'system' is not read (3 records, the first in line 2)" in notice
+    assert not any("not read" in n for n in files(tmp_path, model, rows).notices)
+    with pytest.raises(DataError, match=r"train\.jsonl:2: data.answer_key 'answer': ' ' is no answer"):
+        files(tmp_path, model, [rows[0], {"prompt": "1", "answer": " "}], math, **math_data)
 
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
