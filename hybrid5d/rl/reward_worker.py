@@ -104,7 +104,8 @@ def _receive(connection: Connection, jobs: queue.SimpleQueue[Any]) -> None:
 
 def main() -> None:
     """argv: the pipe's file descriptor, then nothing (math) or a file and the name of a function in it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer ends its workers
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # sent to a whole job; the trainer ends its workers
+        signal.signal(number, signal.SIG_IGN)
     connection, own = Connection(int(sys.argv[1])), sys.argv[2:]
     # this file's folder is not for import; the function's is
     sys.path[:] = [p for p in sys.path if p != os.path.dirname(os.path.abspath(__file__))]
