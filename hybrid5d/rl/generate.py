@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -50,12 +51,7 @@ class Player:
 
     def validate(self, progress: Callable[[int, int], None] | None = None) -> float:
         """Mean reward of the greedy answers to all validation prompts. Collective over the world."""
-        a = self.sampling
-        greedy = Sampling(
-            False, a.temperature, max_new_tokens=a.max_new_tokens, min_new_tokens=a.min_new_tokens,
-            repetition_penalty=a.repetition_penalty, stop_ids=a.stop_ids, stop=a.stop,
-        )  # fmt: skip
-        rows = self._answers(self.files.validation, greedy, 1, 0, progress)
+        rows = self._answers(self.files.validation, replace(self.sampling, do_sample=False), 1, 0, progress)
         return float(np.mean([row.reward for row in rows]))
 
     def _answers(

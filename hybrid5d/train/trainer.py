@@ -188,7 +188,7 @@ class Trainer:
                 last = self._step(step)
                 step += 1
                 request = self._answer()
-            ended = step == total or (total is not None and step > total)
+            ended = total is not None and step >= total
             result = self._end(last, time.perf_counter() - started) if ended else self._stopped(request, last)
         finally:
             self._close()
@@ -277,9 +277,7 @@ class Trainer:
             return None
         step = self.done
         self.note(f"evaluation after step {step}")
-        found = evaluate(
-            self.engine, self.eval_loader, lambda: self._agree(keep=True) >= Request.STOP
-        )
+        found = evaluate(self.engine, self.eval_loader, lambda: self._agree(keep=True) >= Request.STOP)
         if found is None:
             return None
         if self._evals is not None:
