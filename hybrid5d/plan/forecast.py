@@ -1,21 +1,23 @@
-"""What a plan amounts to before anything runs: groups across nodes, parameters per stage, the schedule's bubble. Pure.
-
-Bytes, FLOPs and seconds are not forecast.
-"""
+"""What a plan amounts to before anything runs: groups, parameters, memory, traffic, FLOPs, bubble, seconds. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from hybrid5d.plan.flops import Flops, flops
+from hybrid5d.plan.hardware import Hardware
+from hybrid5d.plan.job import Job, job_of, played
 from hybrid5d.plan.layout import AXES
+from hybrid5d.plan.memory import StageMemory, groups_of, host_at_load, stage_memory
 from hybrid5d.plan.outputs import layout_summary
-from hybrid5d.plan.pipeline import Schedule, timeline
+from hybrid5d.plan.pipeline import Schedule
 from hybrid5d.plan.run import RunPlan
-from hybrid5d.plan.tensors import elements_on
+from hybrid5d.plan.timing import StepTime, of_measured, step_time
+from hybrid5d.plan.traffic import stage_traffic
 
 MAX_BUBBLE = 0.2  # a warning above
-TOO_MANY = 1_000_000  # forwards of all stages that are still played through
+NEAR_FULL = 0.9  # of a card
 
 
 @dataclass(frozen=True)
@@ -49,19 +51,33 @@ class ScheduleForecast:
 
 
 @dataclass(frozen=True)
+class Prices:
+    """What is known only with the model's sizes and the row length."""
+
+    job: Job
+    memory: tuple[StageMemory, ...]
+    traffic: tuple[dict[str, dict[str, int]], ...]
+    flops: Flops
+    time: StepTime
+
+
+@dataclass(frozen=True)
 class Forecast:
-    """Everything that `hybrid5d plan` says."""
+    """Everything that `hybrid5d plan` says. `prices` is None where the model's sizes are not known."""
 
     plan: RunPlan
+    hardware: Hardware
     gpus_per_node: int
     groups: dict[str, AxisGroups]
     stages: tuple[StageForecast, ...]
     schedule: ScheduleForecast
+    prices: Prices | None
     warnings: tuple[str, ...]
+    measured: dict[str, float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The object that `--format json` prints."""
-        batch, config = asdict(self.plan.batch), self.plan.deepspeed
+        batch, config, prices = asdict(self.plan.batch), self.plan.deepspeed, self.prices
         names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         return {
             "layout": layout_summary(self.plan)
@@ -69,21 +85,107 @@ class Forecast:
             "batch": batch | {"deepspeed": {name: config.get(name) for name in names}},
             "stages": [asdict(stage) for stage in self.stages],
             "schedule": asdict(self.schedule),
+            "memory": None if prices is None else _memory(prices, self.hardware),
+            "traffic": None if prices is None else _traffic(prices),
+            "flops": None if prices is None else asdict(prices.flops),
             "bubble": self.schedule.bubble,
+            "time": None if prices is None else _time(prices.time),
+            "mfu": None if prices is None else prices.time.mfu["causal"],
+            "measured": self.measured,
+            "assumptions": {"gpu": asdict(self.hardware)} | ({} if prices is None else _assumed(prices.job)),
             "warnings": list(self.warnings),
         }
 
 
-def forecast(plan: RunPlan, gpus_per_node: int) -> Forecast:
+def _memory(prices: Prices, hardware: Hardware) -> dict[str, Any]:
+    worst = max(prices.memory, key=lambda m: m.allocated)
+    return {
+        "predicts": "allocated: what torch.cuda.max_memory_allocated reads; reserved and driver are estimates",
+        "card_bytes": hardware.memory_bytes,
+        "fits": all(m.fits for m in prices.memory),
+        "worst_stage": worst.stage,
+        "peak": {"allocated": worst.allocated, "reserved": worst.reserved, "driver": worst.driver, "at": worst.peak_at},
+        "host_bytes_per_node_at_load": host_at_load(prices.job),
+        "communicators": groups_of(prices.job),
+        "per_stage": [m.to_dict() for m in prices.memory],
+    }
+
+
+def _traffic(prices: Prices) -> dict[str, Any]:
+    """Every rank of a pipeline rank sends the same: `per_rank` is one rank's, `ranks` those it holds for."""
+    each, lay = prices.traffic, prices.job.layout
+    inner = lay.world_size // lay.pp
+    total = {axis: inner * sum(stage[axis]["sent"] for stage in each) for axis in reversed(AXES)}
+    return {
+        "unit": "bytes a step; sent: by one rank, where collectives are rings; payload: tensors that go in",
+        "per_stage": [
+            {"stage": i, "ranks": [i * inner, (i + 1) * inner - 1], "per_rank": stage} for i, stage in enumerate(each)
+        ],
+        "sent_by_all_ranks": total,
+    }
+
+
+def _time(time: StepTime) -> dict[str, Any]:
+    return {
+        "unit": "seconds of an optimizer step with full rows",
+        "parts": time.parts,
+        "total": time.total,
+        "tokens_per_second": time.tokens_per_second,
+        "mfu": time.mfu,
+    }
+
+
+def _assumed(job: Job) -> dict[str, Any]:
+    attention = "each row one document" if job.packed else "causal over whole rows"
+    return {
+        "row_tokens": job.seq,
+        "tokens_per_micro_batch_and_rank": job.tokens,
+        "attention": attention,
+        "loss": "the head and its loss fused over vocabulary shards, logits of 1,024 tokens alive at a time",
+        "scope": "the actor's training step with full rows; no generation, reference model or critic",
+    }
+
+
+def forecast(plan: RunPlan, gpus_per_node: int, hardware: Hardware) -> Forecast:
     """Read everything off a plan; ranks fill nodes in order, `gpus_per_node` to each."""
     groups = {axis: _groups(plan, axis, gpus_per_node) for axis in reversed(AXES)}
-    spec, tp = plan.model, plan.layout.tp
+    job = job_of(plan, gpus_per_node)
+    prices = None if job is None else price(job, hardware)
     stages = tuple(
-        StageForecast(i, layers, None if spec is None else elements_on(spec, plan.stages, i, tp))
-        for i, layers in enumerate(plan.stages)
+        StageForecast(i, layers, None if job is None else job.elements(i)) for i, layers in enumerate(plan.stages)
     )
-    schedule = _schedule(plan)
-    return Forecast(plan, gpus_per_node, groups, stages, schedule, tuple(_warnings(plan, groups, schedule)))
+    schedule = _schedule(plan, job)
+    warnings = _warnings(plan, groups, schedule)
+    if prices is not None:
+        warnings += _price_warnings(prices, hardware)
+    else:
+        warnings.append(
+            "sizes are not known, nothing is priced: actor.model.model_path names no folder with a config.json, and "
+            "num_layers, hidden_size, ffn_hidden_size, num_attention_heads, padded_vocab_size are not all given"
+        )
+    return Forecast(plan, hardware, gpus_per_node, groups, stages, schedule, prices, tuple(warnings))
+
+
+def price(job: Job, hardware: Hardware) -> Prices:
+    """Memory, traffic, FLOPs and seconds of a job."""
+    ranks = range(job.layout.pp)
+    traffic = tuple({axis: v.whole() for axis, v in stage_traffic(job, r).items()} for r in ranks)
+    memory = tuple(stage_memory(job, r, hardware) for r in ranks)
+    return Prices(job, memory, traffic, flops(job), step_time(job, hardware))
+
+
+def with_measured(found: Forecast, seconds: float) -> Forecast:
+    """The forecast beside a measured step; an MFU above 1 says that something was read wrongly, and is not shown."""
+    if found.prices is None:
+        return replace(found, warnings=(*found.warnings, "the measured step is not compared: sizes are not known"))
+    mfu, planned = of_measured(found.prices.job, found.hardware, seconds), found.prices.time.total
+    if mfu > 1:
+        text = (
+            f"a step of {seconds:g} s would need {mfu:.2f} times the peak of {found.hardware.name}: the row length, "
+            "the batch, the number of ranks or the machine must have been another"
+        )
+        return replace(found, measured={"seconds": seconds}, warnings=(*found.warnings, text))
+    return replace(found, measured={"seconds": seconds, "mfu": mfu, "over_planned": seconds / planned})
 
 
 def _groups(plan: RunPlan, axis: str, gpus_per_node: int) -> AxisGroups:
@@ -92,18 +194,12 @@ def _groups(plan: RunPlan, axis: str, gpus_per_node: int) -> AxisGroups:
     return AxisGroups(len(found[0]), len(found), across)
 
 
-def _schedule(plan: RunPlan) -> ScheduleForecast:
-    """1F1B, which the engine runs.
-
-    Its times at unit costs do not change with more micro-batches than fill the pipeline, other than by 3 units each, so
-    a long step is played through in its short form.
-    """
-    pp, micro_batches = plan.layout.pp, plan.batch.gradient_accumulation_steps
-    played = min(micro_batches, max(2 * pp, TOO_MANY // pp))
-    times = timeline(Schedule("1f1b", pp), played)
-    makespan = times.makespan + 3 * (micro_batches - played)
+def _schedule(plan: RunPlan, job: Job | None) -> ScheduleForecast:
+    """The program that the engine runs."""
+    schedule = Schedule("1f1b", plan.layout.pp) if job is None else job.schedule
+    times = played(schedule, plan.batch.gradient_accumulation_steps)
     return ScheduleForecast(
-        "1f1b", 1, makespan, 1 - 3 * micro_batches / makespan, times.live, times.idle_inside
+        schedule.kind, schedule.chunks, times.makespan, times.bubble, times.live, times.idle_inside
     )  # fmt: skip
 
 
@@ -121,6 +217,30 @@ def _warnings(plan: RunPlan, groups: dict[str, AxisGroups], schedule: ScheduleFo
         found.append(f"bubble {schedule.bubble:.1%}: {steps} micro-batches on {pp} pipeline stages")
     if plan.batch.dynamic:
         found.append("dynamic batches: the number of micro-batches, and so the bubble, differs from step to step")
-    if plan.model is None:
-        found.append("parameters are not counted: actor.model.model_path names no folder with a config.json")
+    return found
+
+
+def _price_warnings(prices: Prices, hardware: Hardware) -> list[str]:
+    job, found = prices.job, []
+    for m in prices.memory:
+        if m.fits and m.driver <= NEAR_FULL * hardware.memory_bytes:
+            continue
+        kinds = {
+            "weights": m.weights, "gradients": m.gradients, "optimizer": m.master_weights + m.moments,
+            "activations": m.activations, "recomputation": m.recompute, "logits": m.logits,
+            "buffers": sum(m.buffers.values()),
+        }  # fmt: skip
+        largest = max(kinds, key=lambda name: kinds[name])
+        verdict = "near the limit" if m.fits else "does not fit"
+        found.append(
+            f"stage {m.stage} {verdict}: {m.driver / 2**30:.1f} of {hardware.memory_gib:g} GiB with context, "
+            f"communicators and fragmentation; most of it {largest}, {kinds[largest] / 2**30:.1f} GiB"
+        )
+    real = job.micro_batch * job.seq
+    padded = job.sequence.batch * job.sequence.length
+    if padded > 1.05 * real:
+        found.append(f"padding: {padded} tokens for {real} of a full micro-batch ({1 - real / padded:.1%} waste)")
+    vocabulary = -(-job.spec.vocab_size // job.layout.tp) * job.layout.tp
+    if vocabulary > 1.02 * job.spec.vocab_size:
+        found.append(f"vocabulary of {job.spec.vocab_size} padded to {vocabulary} for tp {job.layout.tp}")
     return found

@@ -96,7 +96,20 @@ def test_without_a_model_folder(tmp_path: Path) -> None:
     run = run_yaml(tmp_path, actor__model__model_path="/nowhere", actor__model__num_layers=4)
     found = plan(run, "--world-size", 1)
     assert found["stages"] == [{"stage": 0, "decoder_layers": 4, "parameters": None}]
-    assert any("parameters are not counted" in w for w in found["warnings"])
+    assert any("sizes are not known" in w for w in found["warnings"])
+    assert [found[key] for key in ("memory", "traffic", "flops", "time", "mfu")] == [None] * 5
+
+
+def test_sizes_from_the_yaml(tmp_path: Path) -> None:
+    """No model folder: 2 x (12 h^2 + 2 h) and two matrices of V x h and the last norm."""
+    sizes = {
+        "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 192, "num_attention_heads": 2, "num_query_groups": 1,
+        "padded_vocab_size": 1000,
+    }  # fmt: skip
+    keys = {f"actor__model__{name}": value for name, value in sizes.items()}
+    found = plan(run_yaml(tmp_path, actor__model__model_path="/nowhere", **keys), "--world-size", 1)
+    assert found["stages"][0]["parameters"] == 2 * (12 * 64**2 + 2 * 64) + 2 * 1000 * 64 + 64
+    assert found["memory"]["per_stage"][0]["weights"] == 4 * found["stages"][0]["parameters"]
 
 
 def test_16384_ranks_within_a_second(tmp_path: Path) -> None:
@@ -123,7 +136,9 @@ def test_text_names_every_part(tmp_path: Path) -> None:
     ("words", "named"),
     [
         (("--format", "html"), "known formats are text and json"),
-        (("--gpu", "h100"), "No such option: --gpu"),
+        (("--gpu", "h800"), "neither a machine of hardware.yaml (a100, h100, h200, cpu) nor a YAML file"),
+        (("--explain", "memry"), "did you mean memory?"),
+        (("--diff", "/nowhere.yaml"), "/nowhere.yaml"),
         (("actor.micro_batch_size=0",), "actor.micro_batch_size"),
     ],
 )

@@ -1,0 +1,111 @@
+"""Machines: data sheet and efficiencies, from `hardware.yaml` or a file of the user's. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from hybrid5d.config.tree import nearest
+from hybrid5d.config.yaml_file import parse_yaml, read_text
+from hybrid5d.errors import ConfigError, ConfigErrors
+
+FILE = Path(__file__).with_name("hardware.yaml")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One machine; hardware.yaml says units and sources."""
+
+    name: str
+    peak_tflops: dict[str, float]
+    best_matmul: float
+    memory_gib: float
+    memory_tbps: float
+    link_gbps: float
+    network_gbps: float
+    matmul_efficiency: tuple[tuple[float, float], ...]
+    attention_efficiency: float
+    memory_efficiency: float
+    link_efficiency: float
+    network_efficiency: float
+    link_latency: float
+    network_latency: float
+    overlap_dp: float
+    software: float
+    context_bytes: int
+    communicator_bytes: int
+    fragmentation: float
+    headroom: float
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of a card."""
+        return round(self.memory_gib * 2**30)
+
+    def peak(self, precision: str) -> float:
+        """FLOP/s of the data sheet."""
+        return self.peak_tflops[precision] * 1e12
+
+    def matmul_seconds(self, flops: float, precision: str) -> float:
+        """One product's time: large ones reach more of the peak."""
+        part = next(e for least, e in self.matmul_efficiency if flops >= least)
+        return flops / (self.peak(precision) * self.best_matmul * part) if flops else 0.0
+
+    def memory_seconds(self, count: float) -> float:
+        """Reading or writing so many bytes."""
+        return count / (self.memory_tbps * 1e12 * self.memory_efficiency)
+
+    def wire_seconds(self, sent: float, calls: float, across_nodes: bool) -> float:
+        """Sending so many bytes in so many operations."""
+        if across_nodes:
+            return sent / (self.network_gbps * 1e9 * self.network_efficiency) + calls * self.network_latency
+        return sent / (self.link_gbps * 1e9 * self.link_efficiency) + calls * self.link_latency
+
+
+def load_hardware(name: str) -> Hardware:
+    """A machine of hardware.yaml by its name, or a YAML file of the user's.
+
+    Raises:
+        ConfigErrors: neither; a key that is unknown, missing or no number.
+    """
+    table = parse_yaml(read_text(FILE), str(FILE))
+    defaults, machines = table["defaults"], table["machines"]
+    if name in machines:
+        return _hardware(name, {**defaults, **machines[name]})
+    path = Path(name).expanduser()
+    if path.suffix not in (".yaml", ".yml") or not path.is_file():
+        rule = f"neither a machine of {FILE.name} ({', '.join(machines)}) nor a YAML file"
+        raise ConfigErrors([ConfigError("--gpu", name, rule, f"copy {FILE} and edit it")])
+    entry = parse_yaml(read_text(path), str(path))
+    known = {f.name for f in fields(Hardware)} - {"name"}
+    errors = []
+    for key in entry if isinstance(entry, dict) else ():
+        if key not in known:
+            near = nearest(key, known)
+            fix = f"did you mean {near}?" if near else f"known: {', '.join(sorted(known))}"
+            errors.append(ConfigError(f"--gpu {path.name}: {key}", entry[key], "unknown key", fix))
+    whole = {**defaults, **(entry if isinstance(entry, dict) else {})}
+    for key in sorted(known - set(whole)):
+        errors.append(ConfigError(f"--gpu {path.name}: {key}", None, "is missing", f"see {FILE}"))
+    for key, value in whole.items():
+        if key in known and not _numbers(value):
+            errors.append(
+                ConfigError(f"--gpu {path.name}: {key}", value, "must be made of numbers of 0 or more", f"see {FILE}")
+            )
+    if errors:
+        raise ConfigErrors(errors)
+    return _hardware(path.stem, whole)
+
+
+def _numbers(value: Any) -> bool:
+    if isinstance(value, dict):
+        return bool(value) and all(map(_numbers, value.values()))
+    if isinstance(value, list):
+        return bool(value) and all(map(_numbers, value))
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+
+
+def _hardware(name: str, entry: dict[str, Any]) -> Hardware:
+    steps = tuple((float(least), float(part)) for least, part in entry["matmul_efficiency"])
+    return Hardware(name=name, **{**entry, "matmul_efficiency": steps})

@@ -1,0 +1,90 @@
+"""A forecast as plain lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hybrid5d.plan.forecast import Forecast, Prices
+from hybrid5d.plan.memory import StageMemory, groups_of, host_at_load
+
+
+def size(count: float) -> str:
+    """Bytes as people read them."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def forecast_text(found: Forecast) -> str:
+    """What `hybrid5d plan` prints."""
+    lines = [*_layout(found), *_stages(found)]
+    if found.prices is not None:
+        lines += [*_memory(found.prices), *_traffic(found.prices), *_time(found.prices, found.hardware.name)]
+    if found.measured and "mfu" in found.measured:
+        m = found.measured
+        lines.append(f"measured  {m['seconds']:g} s: {m['mfu']:.1%} causal, {m['over_planned']:.2f} x the planned time")
+    return "\n".join([*lines, *(f"warning   {text}" for text in found.warnings)]) + "\n"
+
+
+def _layout(found: Forecast) -> Iterator[str]:
+    layout, batch = found.plan.layout, found.plan.batch
+    yield f"layout    {layout.world_size} ranks: tp {layout.tp}, cp {layout.cp}, dp {layout.dp}, pp {layout.pp}"
+    for axis, g in found.groups.items():
+        yield f"  {axis}      {g.count} groups of {g.size}, {g.across_nodes} across nodes of {found.gpus_per_node}"
+    yield (
+        f"batch     {batch.global_batch_size} rows a step: {batch.gradient_accumulation_steps} micro-batches of "
+        f"{batch.micro_batch_size} on each of {layout.dp} dp ranks"
+    )
+    ds = found.to_dict()["batch"]["deepspeed"]
+    yield f"          DeepSpeed: {', '.join(f'{name} {value}' for name, value in ds.items())}"
+
+
+def _stages(found: Forecast) -> Iterator[str]:
+    schedule = found.schedule
+    for s in found.stages:
+        live = schedule.live_chunks[s.stage] if s.stage < len(schedule.live_chunks) else 0
+        count = "unknown" if s.parameters is None else f"{s.parameters:,}"
+        yield f"stage {s.stage:<3} {s.decoder_layers} decoder layers, {count} parameters a rank, {live} chunks alive"
+    yield (
+        f"schedule  {schedule.name}: {schedule.makespan_units:g} units, {schedule.chunks} chunks a rank, "
+        f"bubble {schedule.bubble:.1%}"
+    )
+
+
+def _memory(prices: Prices) -> Iterator[str]:
+    yield "memory    of one rank, allocated (what torch.cuda.max_memory_allocated reads)"
+    for m in prices.memory:
+        yield f"  stage {m.stage:<3} {size(m.allocated)} at {m.peak_at.replace('_', ' ')}: {', '.join(_kinds(m))}"
+        yield f"            {m.states}; peaks: {', '.join(f'{n} {size(v)}' for n, v in m.peaks.items())}"
+    worst = max(prices.memory, key=lambda m: m.driver)
+    groups = ", ".join(f"{name} {n}" for name, n in groups_of(prices.job).items()) or "none"
+    outside = ", ".join(f"{name} {size(value)}" for name, value in worst.outside.items())
+    yield f"  outside   {outside}: {groups}"
+    yield f"  estimates reserved {size(worst.reserved)}, driver's reading {size(worst.driver)} on stage {worst.stage}"
+    yield f"  host      {size(host_at_load(prices.job))} a node at load"
+
+
+def _kinds(m: StageMemory) -> Iterator[str]:
+    kinds = {
+        "weights": m.weights, "gradients": m.gradients, "master": m.master_weights, "moments": m.moments,
+        "activations": m.activations, "recomputation": m.recompute, "logits": m.logits, **m.buffers,
+    }  # fmt: skip
+    return (f"{name} {size(value)}" for name, value in kinds.items() if value)
+
+
+def _traffic(prices: Prices) -> Iterator[str]:
+    yield "traffic   sent by one rank in a step"
+    for i, stage in enumerate(prices.traffic):
+        parts = [f"{axis} {size(v['sent'])} in {v['calls']:,}" for axis, v in stage.items() if v["calls"]]
+        yield f"  stage {i:<3} {', '.join(parts) or 'nothing'}"
+
+
+def _time(prices: Prices, name: str) -> Iterator[str]:
+    time, found = prices.time, prices.flops
+    each = ", ".join(f"{c} {found.per_token[c] / 1e9:.4g}" for c in ("causal", "full", "counter", "hardware"))
+    yield f"flops     GFLOP a token: {each}"
+    yield f"time      {time.total:.4g} s a step on {name}, {time.tokens_per_second:,.0f} tokens/s"
+    yield f"          {', '.join(f'{part} {seconds:.3g}' for part, seconds in time.parts.items() if seconds)}"
+    yield f"mfu       {', '.join(f'{value:.1%} {name}' for name, value in time.mfu.items())} (convention of attention)"
