@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hybrid5d.cli.options import Format, Overrides, Run, WorldSize, check_format, refuse
 from hybrid5d.errors import ConfigErrors
+from hybrid5d.files import write_whole
 from hybrid5d.plan.compare import compare, compare_text
 from hybrid5d.plan.convert import translate
 from hybrid5d.plan.explain import explain
 from hybrid5d.plan.forecast import Forecast, forecast, with_measured
 from hybrid5d.plan.hardware import Hardware, load_hardware
-from hybrid5d.plan.outputs import json_text
+from hybrid5d.plan.job import job_of
+from hybrid5d.plan.outputs import json_text, resolved_text
+from hybrid5d.plan.search import changed, judged, search
 from hybrid5d.plan.text import forecast_text
 
 
@@ -28,6 +33,10 @@ def plan(
     ] = "h100",
     explain_: Annotated[str | None, typer.Option("--explain", metavar="KEY", help="a key of --format json")] = None,
     diff: Annotated[str | None, typer.Option(metavar="B.yaml", help="what changes with this run instead")] = None,
+    search_: Annotated[bool, typer.Option("--search", help="all layouts on --world-size ranks, best first")] = False,
+    write: Annotated[
+        Path | None, typer.Option(metavar="BEST.yaml", help="with --search: the run with the best")
+    ] = None,
     measured: Annotated[float | None, typer.Option(min=1e-9, help="seconds of a measured step, to compare")] = None,
     format_: Format = "text",
 ) -> None:
@@ -37,6 +46,9 @@ def plan(
         hardware = load_hardware(gpu)
     except ConfigErrors as exc:
         refuse("\n".join(map(str, exc.errors)))
+    if search_ or write is not None:
+        _search(str(run), overrides or [], world_size, gpus_per_node, hardware, write, format_)
+        return
     found = _forecast(str(run), overrides or [], world_size, gpus_per_node, hardware)
     if measured is not None:
         found = with_measured(found, measured)
@@ -58,6 +70,42 @@ def _forecast(run: str, overrides: list[str], world: int | None, node: int, hard
     if result.errors or result.plan is None:
         refuse("\n".join(map(str, result.errors)))
     return forecast(result.plan, node, hardware)
+
+
+ALONE = tuple(
+    f"actor.model.{name}"
+    for name in ("tensor_model_parallel_size=1", "pipeline_model_parallel_size=1", "context_parallel_size=1",
+                 "sequence_parallel=false", "decoder_first_pipeline_num_layers=null",
+                 "decoder_last_pipeline_num_layers=null", "hierarchical_context_parallel_sizes=null")
+)  # fmt: skip
+
+
+def _search(
+    run: str, overrides: list[str], world: int | None, node: int, hardware: Hardware, write: Path | None, format_: str
+) -> None:
+    """The run on one replica of one rank is the start: its own degrees may be what does not work."""
+    if world is None:
+        refuse("--search needs --world-size N")
+    if write is not None and write.exists():
+        refuse(f"--write {str(write)!r}: the file exists; name another")
+    result = translate(run, [*overrides, *ALONE], gpus_per_node=node, world_size=world)
+    varied = ("actor.model.", "actor.global_batch_size", "actor.micro_batch_size", "actor.deepspeed.zero_optimization")
+    errors = [e for e in result.errors if not e.key.startswith(varied[1:]) and "parallel" not in e.key]
+    if errors or result.plan is None:
+        refuse("\n".join(map(str, errors or result.errors)))
+    config, job = result.plan.config, job_of(result.plan, node)
+    rows = config.actor.global_batch_size
+    if config.is_rl or rows is None or job is None:
+        missing = (
+            "an RL run's batch is not searched" if config.is_rl else "actor.global_batch_size and the sizes are needed"
+        )
+        refuse(f"--search: {missing}")
+    found = judged(config, search(replace(job, node=node), world, rows, hardware), world, hardware)
+    sys.stdout.write(json_text(found.to_dict()) if format_ == "json" else found.text())
+    if not found.best:
+        refuse(f"--search: no layout of {world} ranks fits {hardware.name}")
+    if write is not None:
+        write_whole(write, resolved_text(changed(config, found.best[0].keys())))
 
 
 def main() -> None:
