@@ -18,6 +18,7 @@ from hybrid5d.plan.job import Job
 
 CHUNK_TOKENS = 1024  # tokens whose logits are alive at a time (tensor_parallel.HeadOptions)
 FP32 = 4
+NARROW = "16-bit gradients"
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,11 @@ def of_micro_batch(job: Job, rank: int) -> Activations:
     return Activations(kept, max(a.working_set for a in found))
 
 
+def backward_bytes(job: Job) -> int:
+    """What the feed-forward's backward makes on top: gradients of product, gate and up, and two factors of theirs."""
+    return 5 * job.tokens * (job.spec.intermediate_size // job.layout.tp) * job.size
+
+
 def head_bytes(job: Job) -> tuple[int, int]:
     """(kept from forward to backward, alive on top of it while the loss is computed), of the last stage, a micro-batch.
 
@@ -220,7 +226,7 @@ def buffers(job: Job, rank: int) -> dict[str, int]:
     p, found = job.elements(rank), {"batch": batch_bytes(job)}
     reduce = min(job.bucket("reduce_bucket_size"), p) * FP32
     if job.zero == 1 and job.precision == "bf16":
-        found["gradients of one micro-batch (bf16)"] = p * job.size
+        found[NARROW] = p * job.size
     elif job.zero < 3:
         found["reduce bucket"] = reduce
     if job.zero == 3:
@@ -261,26 +267,25 @@ def stage_memory(job: Job, rank: int, hardware: Hardware) -> StageMemory:
     heads = job.micro_batches if job.schedule.kind == "gpipe" else 1
     act, extra = round(live * micro.kept), buffers(job, rank)
     logits = heads * held + loss
-    lp_grads = extra.pop("gradients of one micro-batch (bf16)", 0)
-    resting = st.weights + st.gradients + st.master + st.moments
-    # 16-bit gradients of a micro-batch grow as its activations go, so only what exceeds those counts
-    late = lp_grads + round(act - micro.kept) if lp_grads else 0
-    work = max(micro.working_set, logits)
-    step = resting + sum(extra.values()) + max(act + work, late)
+    bucket = extra.get("reduce bucket", 0)
+    # The pipeline engine keeps 16-bit gradients beside the fp32 ones until the step ends.
+    resting = st.weights + st.gradients + st.master + st.moments + extra.get(NARROW, 0)
+    standing = resting + sum(extra.values()) - extra.get(NARROW, 0) - bucket
+    work = max(micro.working_set + (backward_bytes(job) if job.rank_layers(rank) else 0), logits)
+    # gradients are reduced as activations go (ZeRO 2, 3) or after the last backward pass (ZeRO 1)
+    step = standing + max(act + work, act - micro.kept + bucket if job.zero > 1 else bucket)
     p = job.elements(rank)
     update = max(st.moments // 2, st.master)  # torch's AdamW makes a denominator as large as one moment
     peaks = {
         "load": p * FP32,
-        "optimizer_creation": p * job.size + resting - (st.weights if job.zero == 3 else 0),
+        "optimizer_creation": p * job.size + st.weights * (job.zero < 3) + st.gradients + st.master + st.moments,
         "step": step,
-        "optimizer_step": resting + extra["batch"] + lp_grads + update,
+        "optimizer_step": resting + extra["batch"] + update,
     }
     at = max(peaks, key=lambda name: peaks[name])
     outside = {"context": hardware.context_bytes, "communicators": len(groups_of(job)) * hardware.communicator_bytes}
     reserved = round(peaks[at] * (1 + hardware.fragmentation))
     driver = reserved + sum(outside.values())
-    if lp_grads:
-        extra["gradients of one micro-batch (16-bit)"] = lp_grads
     return StageMemory(
         stage=rank, parameters=p, in_flight=live, weights=st.weights, gradients=st.gradients,
         master_weights=st.master, moments=st.moments, activations=act, recompute=micro.working_set, logits=logits,
