@@ -56,11 +56,17 @@ class Hardware:
         """Reading or writing so many bytes."""
         return count / (self.memory_tbps * 1e12 * self.memory_efficiency)
 
-    def wire_seconds(self, sent: float, calls: float, across_nodes: bool) -> float:
-        """Sending so many bytes in so many operations."""
-        if across_nodes:
-            return sent / (self.network_gbps * 1e9 * self.network_efficiency) + calls * self.network_latency
-        return sent / (self.link_gbps * 1e9 * self.link_efficiency) + calls * self.link_latency
+    def wire_seconds(self, sent: float, calls: float, across_nodes: bool, inside: int = 1) -> float:
+        """Sending so many bytes in so many operations.
+
+        Across nodes the members of a group that share a node share its cards: each byte leaves the node once, through
+        one of `inside` of them, and passes the others over the links.
+        """
+        links = sent / (self.link_gbps * 1e9 * self.link_efficiency)
+        if not across_nodes:
+            return links + calls * self.link_latency
+        network = sent / inside / (self.network_gbps * 1e9 * self.network_efficiency)
+        return max(network, links if inside > 1 else 0.0) + calls * self.network_latency
 
 
 def load_hardware(name: str) -> Hardware:

@@ -51,6 +51,14 @@ def across(job: Job, axis: str) -> bool:
     return width > node or (node % width != 0 and lay.world_size > node)
 
 
+def inside(job: Job, axis: str) -> int:
+    """Members of one group of an axis that sit on a node together; dp stands for dp x cp, what ZeRO spreads over."""
+    lay = job.layout
+    inner = {"tp": 1, "cp": lay.tp, "dp": lay.tp, "pp": lay.tp * lay.cp * lay.dp}[axis]
+    size = {"tp": lay.tp, "cp": lay.cp, "dp": lay.dp * lay.cp, "pp": lay.pp}[axis]
+    return 1 if axis == "pp" else max(1, min(size, job.node // inner))
+
+
 def _layer(job: Job, hardware: Hardware) -> _Times:
     spec, n, t, p = job.spec, job.layout.tp, job.tokens, job.precision
     q, kv, h = spec.num_attention_heads * spec.head_dim // n, job.kv_heads * spec.head_dim, spec.hidden_size
@@ -79,7 +87,9 @@ def _layer(job: Job, hardware: Hardware) -> _Times:
 
 
 def _wire(job: Job, hardware: Hardware, axis: str, volume: Volume) -> float:
-    return hardware.wire_seconds(volume.sent, volume.calls, across(job, axis)) if volume.calls else 0.0
+    if not volume.calls:
+        return 0.0
+    return hardware.wire_seconds(volume.sent, volume.calls, across(job, axis), inside(job, axis))
 
 
 def _ends(job: Job, hardware: Hardware) -> tuple[_Times, _Times]:
