@@ -25,7 +25,7 @@ def refuse(line: str) -> NoReturn:
     raise typer.Exit(EXIT_REFUSED)
 
 
-def check_format(format_: str) -> None:
-    """Refuse a format that no verb knows."""
-    if format_ not in FORMATS:
-        refuse(f"--format {format_!r}: known formats are {' and '.join(FORMATS)}")
+def check_format(format_: str, *more: str) -> None:
+    """Refuse a format that is none of every verb's, nor of the `more` that this one knows."""
+    if format_ not in (*FORMATS, *more):
+        refuse(f"--format {format_!r}: known formats are {' and '.join((*FORMATS, *more))}")

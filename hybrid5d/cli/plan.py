@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from hybrid5d.cli.options import Format, Overrides, Run, WorldSize, check_format, refuse
+from hybrid5d.cli.options import Overrides, Run, WorldSize, check_format, refuse
 from hybrid5d.errors import ConfigErrors
 from hybrid5d.files import write_whole
 from hybrid5d.plan.compare import compare, compare_text
@@ -19,6 +19,7 @@ from hybrid5d.plan.forecast import Forecast, forecast, with_measured
 from hybrid5d.plan.hardware import Hardware, load_hardware
 from hybrid5d.plan.job import job_of
 from hybrid5d.plan.outputs import json_text, resolved_text
+from hybrid5d.plan.page import page
 from hybrid5d.plan.search import changed, judged, search
 from hybrid5d.plan.text import forecast_text
 
@@ -38,14 +39,16 @@ def plan(
         Path | None, typer.Option(metavar="BEST.yaml", help="with --search: the run with the best")
     ] = None,
     measured: Annotated[float | None, typer.Option(min=1e-9, help="seconds of a measured step, to compare")] = None,
-    format_: Format = "text",
+    format_: Annotated[str, typer.Option("--format", help="text, json or html")] = "text",
 ) -> None:
     """Memory, traffic, FLOPs, bubble and seconds of a step, by stage and axis; no torch. Exit 2: refused."""
-    check_format(format_)
+    check_format(format_, "html")
     try:
         hardware = load_hardware(gpu)
     except ConfigErrors as exc:
         refuse("\n".join(map(str, exc.errors)))
+    if format_ == "html" and (search_ or write is not None or diff is not None or explain_ is not None):
+        refuse("--format html: a page shows one forecast; --search, --diff and --explain write text or json")
     if search_ or write is not None:
         _search(str(run), overrides or [], world_size, gpus_per_node, hardware, write, format_)
         return
@@ -61,6 +64,8 @@ def plan(
         other = _forecast(diff, overrides or [], world_size, gpus_per_node, hardware)
         changes = compare(found.to_dict(), other.to_dict())
         sys.stdout.write(json_text({"changes": changes}) if format_ == "json" else compare_text(changes))
+    elif format_ == "html":
+        sys.stdout.write(page(found))
     else:
         sys.stdout.write(json_text(found.to_dict()) if format_ == "json" else forecast_text(found))
 

@@ -135,7 +135,8 @@ def test_text_names_every_part(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (("--format", "html"), "known formats are text and json"),
+        (("--format", "xml"), "known formats are text and json and html"),
+        (("--format", "html", "--diff", "b.yaml"), "a page shows one forecast"),
         (("--gpu", "h800"), "neither a machine of hardware.yaml (a100, h100, h200, cpu) nor a YAML file"),
         (("--explain", "memry"), "did you mean memory?"),
         (("--diff", "/nowhere.yaml"), "/nowhere.yaml"),
