@@ -124,6 +124,25 @@ def test_16384_ranks_within_a_second(tmp_path: Path) -> None:
     assert time.process_time() - start < 1
 
 
+def test_measured_step_explain_and_diff(tmp_path: Path) -> None:
+    """A step that needs more than the peak is a warning, no MFU; a plausible one is compared."""
+    run = run_yaml(tmp_path, {}, actor__global_batch_size=8)
+    good, bad = (plan(run, "--world-size", 1, "--measured", s) for s in (1.0, 1e-9))
+    assert 0 < good["measured"]["mfu"] < 1 and good["measured"]["over_planned"] == pytest.approx(
+        1 / good["time"]["total"]
+    )
+    assert bad["measured"] == {"seconds": 1e-9} and any("times the peak of h100" in w for w in bad["warnings"])
+    told = hybrid5d("plan", run, "--world-size", 1, "--explain", "memory.per_stage.gradients").stdout
+    assert "fp32" in told and str(good["memory"]["per_stage"][0]["gradients"]) in told
+    other = write_yaml(
+        tmp_path / "b.yaml", native(actor__model__model_path=str(tmp_path / "model"), actor__global_batch_size=16)
+    )
+    done = hybrid5d("plan", run, "--world-size", 1, "--diff", other, "--format", "json")
+    changes = {c["key"]: c for c in json.loads(done.stdout)["changes"]}
+    assert changes["batch.global_batch_size"] == {"key": "batch.global_batch_size", "a": 8, "b": 16, "ratio": 2.0}
+    assert changes["flops.per_step.causal"]["ratio"] == pytest.approx(2) and "flops.per_token.causal" not in changes
+
+
 def test_text_names_every_part(tmp_path: Path) -> None:
     run = run_yaml(tmp_path, {}, actor__model__pipeline_model_parallel_size=2, actor__global_batch_size=2)
     done = hybrid5d("plan", run, "--world-size", 2)

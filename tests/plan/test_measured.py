@@ -73,7 +73,7 @@ def _allocate(rank: int, layout: Layout, folder: str, rows: int) -> int:
 
 
 @pytest.mark.parametrize("layout", cases(QUICK, REST), ids=str)
-def test_peak_of_allocated_tensors_within_10_percent(layout: Layout, tmp_path: Path) -> None:
+def test_peak_of_allocated_tensors_within_7_percent(layout: Layout, tmp_path: Path) -> None:
     rows, folder = 4 * layout.dp, str(save_model(SIZES, tmp_path / "model"))
     measured = run_ranks(layout.world, _allocate, layout, folder, rows, timeout=240)
     job = priced(layout, folder, rows)
@@ -81,7 +81,7 @@ def test_peak_of_allocated_tensors_within_10_percent(layout: Layout, tmp_path: P
         planned = stage_memory(job, stage, load_hardware("cpu")).allocated
         real = measured[stage * layout.world // layout.pp]
         print(f"{layout} stage {stage}: planned {planned:,}, measured {real:,}, ratio {planned / real:.3f}")
-        assert planned == pytest.approx(real, rel=0.1)
+        assert planned == pytest.approx(real, rel=0.07)
 
 
 def _watch(counts: dict[tuple[int, ...], int]) -> None:
@@ -150,7 +150,7 @@ def test_bytes_by_axis_are_those_sent(layout: Layout, tmp_path: Path) -> None:
         planned = stage_traffic(job, stage)
         for axis, real in counted[stage * layout.world // layout.pp].items():
             print(f"{layout} stage {stage} {axis}: planned {planned[axis].payload:,.0f}, counted {real:,}")
-            assert planned[axis].payload == pytest.approx(real, rel=0.001), axis
+            assert round(planned[axis].payload) == real, axis
 
 
 def _attend(rank: int, layout: Layout, folder: str, rows: int) -> int:
@@ -180,7 +180,7 @@ def test_bytes_of_context_parallelism(method: str, cp: int, recompute: dict[str,
     counted = run_ranks(layout.world, _attend, layout, folder, 4, timeout=240)
     planned = stage_traffic(priced(layout, folder, 4), 0)["cp"]
     print(f"{layout} cp: planned {planned.sent:,.0f}, counted {counted}")
-    assert counted == [pytest.approx(planned.sent, rel=0.001)] * layout.world
+    assert counted == [round(planned.sent)] * layout.world
 
 
 def test_flops_in_torchs_convention() -> None:

@@ -29,7 +29,7 @@ from hybrid5d.plan.memory import (
 from hybrid5d.plan.pipeline import Schedule
 from hybrid5d.plan.run import RecomputePlan
 from hybrid5d.plan.stages import split_layers
-from hybrid5d.plan.timing import of_measured
+from hybrid5d.plan.timing import across, inside, of_measured
 from hybrid5d.plan.traffic import layer_traffic, stage_traffic
 
 H100 = load_hardware("h100")
@@ -80,6 +80,8 @@ def test_1_bytes_a_parameter() -> None:
         ("1f1b", 1, 8, (4, 3, 2, 1)),
         ("1f1b", 1, 2, (2, 2, 2, 1)),
         ("gpipe", 1, 8, (8, 8, 8, 8)),
+        ("gpipe", 1, 64, (64, 64, 64, 64)),
+        ("1f1b", 1, 64, (4, 3, 2, 1)),
         ("interleaved", 2, 8, (5.5, None, None, None)),
     ],
 )
@@ -221,6 +223,28 @@ def test_13_uneven_stages() -> None:
     total = found.weights + found.gradients + found.master + found.moments
     assert total == 4_872_867_840
     assert 4_946_437_079 / total == pytest.approx(1.015, abs=0.001)
+
+
+def test_both_ends_of_a_tied_model_on_one_rank_are_one_matrix() -> None:
+    spec = model(64, 192, 2, 1, 4, 1000, head_dim=32, tied=True)
+    run = job(spec, m=4, pp=2, kind="zbv", chunks=2, stages=(1, 1, 1, 1))
+    layer = 12 * 64**2 + 2 * 64
+    assert [run.elements(r) for r in range(2)] == [2 * layer + 64 * 1000 + 64, 2 * layer]
+
+
+def test_members_on_a_node_share_its_cards() -> None:
+    """A tp group of 16 on two nodes: each byte leaves its node through one of 8 cards; dp beside tp 8: of one."""
+    run = replace(job(model(2048, 4096, 16, 16, 24, 50257), tp=16, dp=2), node=8)
+    assert (across(run, "tp"), inside(run, "tp"), inside(replace(run, layout=ParallelLayout(tp=8, dp=4)), "dp")) == (
+        True,
+        8,
+        1,
+    )
+    network, link = 50e9 * 0.9, 450e9 * 0.65
+    assert H100.wire_seconds(1e9, 0, True, 1) == pytest.approx(1e9 / network)
+    assert H100.wire_seconds(1e9, 0, True, 4) == pytest.approx(1e9 / 4 / network)
+    assert H100.wire_seconds(1e9, 0, True, 8) == pytest.approx(1e9 / link)  # the links are the narrower ones then
+    assert H100.wire_seconds(1e9, 0, False) == pytest.approx(1e9 / link)
 
 
 def test_megatron_pull_482_traffic() -> None:

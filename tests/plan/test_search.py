@@ -66,7 +66,8 @@ def test_what_does_not_fit_is_said_and_recomputation_comes_only_where_needed() -
     for candidate in narrow.best:
         peaks = [stage_memory(candidate.job, r, tight).fits for r in range(candidate.job.layout.pp)]
         assert all(peaks), candidate.to_dict()
-    assert {c.job.recompute.granularity for c in roomy.best} >= {None}
+    assert {c.job.recompute.granularity for c in roomy.best[:3]} == {None}
+    assert any(c.job.recompute.granularity for c in narrow.best)
 
 
 def test_nothing_fits(tmp_path: Path) -> None:
