@@ -127,11 +127,13 @@ def test_16384_ranks_within_a_second(tmp_path: Path) -> None:
 def test_measured_step_explain_and_diff(tmp_path: Path) -> None:
     """A step that needs more than the peak is a warning, no MFU; a plausible one is compared."""
     run = run_yaml(tmp_path, {}, actor__global_batch_size=8)
-    good, bad = (plan(run, "--world-size", 1, "--measured", s) for s in (1.0, 1e-9))
+    good = plan(run, "--world-size", 1, "--measured", 1.0)
+    short = good["measured"]["mfu"] / 3  # a step this long needs three times the peak
+    bad = plan(run, "--world-size", 1, "--measured", short)
     assert 0 < good["measured"]["mfu"] < 1 and good["measured"]["over_planned"] == pytest.approx(
         1 / good["time"]["total"]
     )
-    assert bad["measured"] == {"seconds": 1e-9} and any("times the peak of h100" in w for w in bad["warnings"])
+    assert bad["measured"] == {"seconds": short} and any("3.00 times the peak of h100" in w for w in bad["warnings"])
     told = hybrid5d("plan", run, "--world-size", 1, "--explain", "memory.per_stage.gradients").stdout
     assert "fp32" in told and str(good["memory"]["per_stage"][0]["gradients"]) in told
     other = write_yaml(
