@@ -66,8 +66,10 @@ def initialize(config: RunConfig | RunPlan, *, layers: LayerFactory | None = Non
         ConfigErrors: a layout that does not fit the world, the model or the batch; before any process group exists.
     """
     from hybrid5d.config.schema import RunConfig
+    from hybrid5d.devices import scheduler_variables
     from hybrid5d.plan.run import build_plan
 
+    os.environ.update(scheduler_variables(os.environ))  # under srun and mpirun
     plan = build_plan(config, int(os.environ.get("WORLD_SIZE", "1"))) if isinstance(config, RunConfig) else config
     from hybrid5d.engine.build import initialize as build
 

@@ -1,7 +1,8 @@
-"""One thread for the references, and model folders shared by the tests that start ranks."""
+"""One thread for the references, GPUs hidden from tests that mean the CPU, and model folders shared by tests."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,12 @@ import torch
 from tests.kit import MODELS, save_model
 
 torch.set_num_threads(1)  # the models are tiny: more threads would only wait for each other
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs, where there are any, before CUDA is asked for them; `-m gpu` shows them."""
+    if "gpu" not in config.option.markexpr.split() and Path("/dev/nvidiactl").exists():
+        os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
 
 
 @pytest.fixture(scope="session")

@@ -62,6 +62,7 @@ def _main(
         LOCAL_SIZE=str(world),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="0",
+        CUDA_VISIBLE_DEVICES="",  # ranks mean the CPU, also on a machine with GPUs
     )
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     try:

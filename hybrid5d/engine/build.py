@@ -10,11 +10,11 @@ from hybrid5d.checkpoint.start_weights import load_hf_weights
 from hybrid5d.context_parallel import ContextParallelAttention, hybrid_axes
 from hybrid5d.context_parallel.kernels import available_kernels
 from hybrid5d.engine.collate import SequenceOptions
-from hybrid5d.engine.deepspeed.distributed import ensure_distributed
+from hybrid5d.engine.deepspeed.distributed import current_device, ensure_distributed
 from hybrid5d.engine.deepspeed.parameters import freeze
 from hybrid5d.engine.deepspeed.pipeline_module import HybridPipelineModule
 from hybrid5d.engine.engine import Engine
-from hybrid5d.engine.step import current_device, own_modes
+from hybrid5d.engine.step import own_modes
 from hybrid5d.errors import ConfigError, ConfigErrors
 from hybrid5d.hf.folder import weights_wanted
 from hybrid5d.hf.spec import ModelSpec

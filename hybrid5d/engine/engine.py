@@ -24,7 +24,7 @@ from hybrid5d.context_parallel import choose_kernel
 from hybrid5d.data.types import Document, MicroBatch, StepBatch
 from hybrid5d.engine.collate import SequenceOptions, local_batch
 from hybrid5d.engine.deepspeed.adapter import PipelineAdapter, PlainAdapter, build_adapter
-from hybrid5d.engine.deepspeed.distributed import transport
+from hybrid5d.engine.deepspeed.distributed import current_device, transport
 from hybrid5d.engine.deepspeed.optimizer_state import OptimizerState
 from hybrid5d.engine.deepspeed.parameters import parameter_groups
 from hybrid5d.engine.deepspeed.pipeline_module import HybridPipelineModule
@@ -36,7 +36,6 @@ from hybrid5d.engine.step import (
     Counts,
     check_agreement,
     count_tokens,
-    current_device,
     loss_scales,
     own_modes,
     peak_memory_bytes,

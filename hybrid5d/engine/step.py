@@ -13,6 +13,7 @@ import torch
 
 from hybrid5d.data.types import Document, MicroBatch, StepBatch, column_names, outside_vocabulary
 from hybrid5d.engine.collate import real_rows, real_tokens, valid_tokens
+from hybrid5d.engine.deepspeed.distributed import device_type
 from hybrid5d.engine.objective import Objective
 from hybrid5d.errors import DataError
 from hybrid5d.models.batch import LocalBatch
@@ -27,9 +28,8 @@ def own_modes(grad: bool = True) -> Iterator[None]:
     """torch's modes as the engine needs them, whatever the caller has set: gradients, fp32 defaults, no autocast."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        with torch.inference_mode(False), torch.set_grad_enabled(grad), torch.autocast(kind, enabled=False):
+        with torch.inference_mode(False), torch.set_grad_enabled(grad), torch.autocast(device_type(), enabled=False):
             yield
     finally:
         torch.set_default_dtype(default)
@@ -187,11 +187,6 @@ def sum_over_model(values: Sequence[float], ctx: ParallelContext, device: torch.
     for axis in (ctx.dp_cp, ctx.pp):
         found = sum_scalars(found, axis, device)
     return found
-
-
-def current_device() -> torch.device:
-    """The CUDA device of this rank, or the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def peak_memory_bytes(device: torch.device) -> int:

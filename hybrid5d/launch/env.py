@@ -1,7 +1,7 @@
 """What the launcher said: rank, world, threads, and settings of its own that could contradict the YAML. No torch.
 
-`deepspeed`, `accelerate launch`, `torchrun` and plain `python` differ in the variables they set; nothing above this
-module knows which of them started the process.
+`deepspeed`, `accelerate launch`, `torchrun`, `srun`, `mpirun` and plain `python` differ in the variables they set
+(`hybrid5d.devices`); nothing above this module knows which of them started the process.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from importlib import metadata
 from typing import Any
 
 from hybrid5d.config.dtypes import precision
+from hybrid5d.devices import scheduler_variables, started_by
 from hybrid5d.errors import ConfigError, ConfigErrors
 from hybrid5d.plan.deepspeed_keys import TRACKERS
 from hybrid5d.plan.run import RunPlan
@@ -30,7 +31,7 @@ class LaunchEnv:
 
     Attributes:
         rank, world_size: over all nodes. local_rank, local_world_size: on this node.
-        launcher: deepspeed, accelerate, torchrun, or python (one process, or a launcher unknown here).
+        launcher: deepspeed, accelerate, torchrun, srun, mpirun, or python (one process, or a launcher unknown here).
     """
 
     rank: int = 0
@@ -46,6 +47,7 @@ class LaunchEnv:
         Raises:
             ConfigErrors: values that are no numbers, only half of them set, or two local ranks.
         """
+        environ = {**environ, **scheduler_variables(environ)}
         values = _integers(environ)
         if ("RANK" in values) != ("WORLD_SIZE" in values):
             rule = "a launcher sets both RANK and WORLD_SIZE, and only one of them is set"
@@ -59,7 +61,7 @@ class LaunchEnv:
         here = int(environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or world)
         if not 0 <= rank < world:
             raise ConfigErrors([ConfigError("RANK", rank, f"not below WORLD_SIZE={world}", "start with a launcher")])
-        return cls(rank, world, local, here, _launcher(environ))
+        return cls(rank, world, local, here, started_by(environ))
 
 
 def _integers(environ: Mapping[str, str]) -> dict[str, int]:
@@ -75,16 +77,6 @@ def _integers(environ: Mapping[str, str]) -> dict[str, int]:
     if errors:
         raise ConfigErrors(errors)
     return values
-
-
-def _launcher(environ: Mapping[str, str]) -> str:
-    if "RANK" not in environ:
-        return "python"
-    if environ.get("ACCELERATE_USE_DEEPSPEED") or environ.get("ACCELERATE_MIXED_PRECISION"):
-        return "accelerate"
-    if "TORCHELASTIC_RUN_ID" in environ:
-        return "torchrun"
-    return "deepspeed" if "CROSS_RANK" in environ else "python"
 
 
 # --- threads and noise ----------------------------------------------------------------------------------------------
@@ -110,6 +102,7 @@ def settle_environment(env: LaunchEnv, environ: MutableMapping[str, str]) -> Non
     environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # c10d warns once per rank about what is not an error
     environ.setdefault("DS_LOG_LEVEL", "error")
+    environ.update(scheduler_variables(environ))  # torch and DeepSpeed read RANK and the like
     environ["LOCAL_RANK"] = str(env.local_rank)  # some launchers give it as a word only
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -16,7 +18,9 @@ from pathlib import Path
 import psutil
 
 from hybrid5d.console import say
+from hybrid5d.devices import too_few_devices, visible_devices, wants_cpu
 from hybrid5d.errors import EXIT_FAILED, ConfigError, ConfigErrors
+from hybrid5d.launch.env import usable_cores
 from hybrid5d.launch.preflight import Argv, plan_run
 from hybrid5d.launch.watch import rank_processes
 from hybrid5d.plan.draft import Purpose
@@ -58,7 +62,7 @@ def launch(argv: Argv, num_procs: int | None, launcher: str | None, purpose: Pur
         lines = [f"run directory: {folder.path}", *(f"notice: {n}" for n in notices)]
         say("\n".join(lines), sys.stdout)
         options = ["--run-dir", str(folder.path), "--digest", digest, *(["--eval"] if evaluate else [])]
-        code = _run([*command(chosen, count), *options], plan.config.runner.grace_seconds)
+        code = _run([*command(chosen, count), *options], count, plan.config.runner.grace_seconds)
     finally:
         lock.release()
     ended = folder.exit_code()
@@ -76,14 +80,22 @@ def _launcher_faults(launcher: str | None, count: int | None) -> list[ConfigErro
     if launcher == "python" and count is not None and count > 1:
         rule = f"plain python starts one process, --num-procs is {count}"
         return [ConfigError("--launcher", launcher, rule, "use deepspeed, accelerate or torchrun")]
-    return []
+    return [] if count is None else too_few_devices(os.environ, count)
 
 
 def command(launcher: str, count: int, port: int | None = None) -> list[str]:
     """The launcher's command line up to the worker's own words."""
     port = port or _free_port()
     python = sys.executable
-    if launcher == "deepspeed":
+    visible = visible_devices(os.environ)
+    if launcher == "deepspeed" and visible is not None:
+        # `--num_gpus` replaces the variable by 0..N-1, `--include` takes no UUIDs (launcher/runner.py): the part of
+        # the launcher that starts the ranks is told directly. -1 hides all devices, as an empty variable does.
+        devices = [*visible[:count], *[-1] * (count - len(visible))]
+        world = base64.urlsafe_b64encode(json.dumps({"localhost": devices}).encode()).decode()
+        start = ["-m", "deepspeed.launcher.launch", "--quiet", "--world_info", world]
+        start += ["--master_port", str(port), "--module"]
+    elif launcher == "deepspeed":
         start = ["-m", "deepspeed.launcher.runner", "--quiet", "--num_gpus", str(count)]
         start += ["--master_port", str(port), "--module"]
     elif launcher == "accelerate":
@@ -104,14 +116,15 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _run(words: list[str], grace_seconds: float) -> int:
+def _run(words: list[str], count: int, grace_seconds: float) -> int:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_root()), *_inherited_path()])}
     environ.setdefault("PYTHONUNBUFFERED", "1")
     environ.setdefault("DS_LOG_LEVEL", "error")  # DeepSpeed's launcher logs what it starts; ours has said it
-    if not any(Path(device).exists() for device in _GPU_DEVICES):
+    if wants_cpu(environ) or not any(Path(device).exists() for device in _GPU_DEVICES):
         environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says at each import that it found no GPU
     if len(words) > 3 and words[2] != WORKER:
-        environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun and accelerate warn at length where it is unset
+        # torchrun and accelerate warn at length where it is unset
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // count)))
     process = subprocess.Popen(words, env=environ, start_new_session=True)
     with _forwarded(process, grace_seconds):
         code = process.wait()
