@@ -127,4 +127,5 @@ def device_index(environ: Mapping[str, str], count: int) -> int | ConfigError:
         return local
     visible = f" ({VISIBLE}={environ[VISIBLE]})" if VISIBLE in environ else ""
     rule = f"{max(here, local + 1)} ranks on this node, but {count} CUDA devices are visible{visible}"
-    return ConfigError("LOCAL_RANK", local, rule, f"start {count} ranks a node: every rank needs a device of its own")
+    fix = f"start {count} ranks a node: every rank needs a device of its own" if count else "set DS_ACCELERATOR=cpu"
+    return ConfigError("LOCAL_RANK", local, rule, fix)

@@ -43,16 +43,16 @@ def plan(
 ) -> None:
     """Memory, traffic, FLOPs, bubble and seconds of a step, by stage and axis; no torch. Exit 2: refused."""
     check_format(format_, "html")
+    _check_words(search_ or write is not None, diff is not None, explain_ is not None, measured is not None, format_)
     try:
         hardware = load_hardware(gpu)
+        if search_ or write is not None:
+            _search(str(run), overrides or [], world_size, gpus_per_node, hardware, write, format_)
+            return
+        found = _forecast(str(run), overrides or [], world_size, gpus_per_node, hardware)
+        other = None if diff is None else _forecast(diff, overrides or [], world_size, gpus_per_node, hardware)
     except ConfigErrors as exc:
         refuse("\n".join(map(str, exc.errors)))
-    if format_ == "html" and (search_ or write is not None or diff is not None or explain_ is not None):
-        refuse("--format html: a page shows one forecast; --search, --diff and --explain write text or json")
-    if search_ or write is not None:
-        _search(str(run), overrides or [], world_size, gpus_per_node, hardware, write, format_)
-        return
-    found = _forecast(str(run), overrides or [], world_size, gpus_per_node, hardware)
     if measured is not None:
         found = with_measured(found, measured)
     if explain_ is not None:
@@ -60,14 +60,26 @@ def plan(
             sys.stdout.write(explain(explain_, found.to_dict()))
         except KeyError as exc:
             refuse(str(exc.args[0]))
-    elif diff is not None:
-        other = _forecast(diff, overrides or [], world_size, gpus_per_node, hardware)
+    elif other is not None:
         changes = compare(found.to_dict(), other.to_dict())
         sys.stdout.write(json_text({"changes": changes}) if format_ == "json" else compare_text(changes))
     elif format_ == "html":
         sys.stdout.write(page(found))
     else:
         sys.stdout.write(json_text(found.to_dict()) if format_ == "json" else forecast_text(found))
+
+
+def _check_words(search_: bool, diff: bool, explain_: bool, measured: bool, format_: str) -> None:
+    """Refuse options that would be read past beside one another."""
+    given = [name for name, here in (("--search", search_), ("--diff", diff), ("--explain", explain_)) if here]
+    if format_ == "html" and given:
+        refuse("--format html: a page shows one forecast; --search, --diff and --explain write text or json")
+    if len(given) > 1:
+        refuse(f"{' and '.join(given)}: each is an answer of its own. Fix: give one of them")
+    if measured and search_:
+        refuse("--measured: a search has no one step to compare with. Fix: leave it out, or plan one layout")
+    if explain_ and format_ != "text":
+        refuse(f"--format {format_}: --explain writes text. Fix: leave one of them out")
 
 
 def _forecast(run: str, overrides: list[str], world: int | None, node: int, hardware: Hardware) -> Forecast:
@@ -77,27 +89,30 @@ def _forecast(run: str, overrides: list[str], world: int | None, node: int, hard
     return forecast(result.plan, node, hardware)
 
 
-ALONE = tuple(
-    f"actor.model.{name}"
-    for name in ("tensor_model_parallel_size=1", "pipeline_model_parallel_size=1", "context_parallel_size=1",
-                 "sequence_parallel=false", "decoder_first_pipeline_num_layers=null",
-                 "decoder_last_pipeline_num_layers=null", "hierarchical_context_parallel_sizes=null")
+ALONE = (
+    "actor.micro_batch_size=1",
+    *(
+        f"actor.model.{name}"
+        for name in (
+            "tensor_model_parallel_size=1", "pipeline_model_parallel_size=1", "context_parallel_size=1",
+            "sequence_parallel=false", "decoder_first_pipeline_num_layers=null",
+            "decoder_last_pipeline_num_layers=null", "hierarchical_context_parallel_sizes=null",
+        )
+    ),
 )  # fmt: skip
 
 
 def _search(
     run: str, overrides: list[str], world: int | None, node: int, hardware: Hardware, write: Path | None, format_: str
 ) -> None:
-    """The run on one replica of one rank is the start: its own degrees may be what does not work."""
+    """The run on one rank is the start: its degrees, micro-batch and world may be what does not work."""
     if world is None:
         refuse("--search needs --world-size N")
     if write is not None and write.exists():
         refuse(f"--write {str(write)!r}: the file exists; name another")
-    result = translate(run, [*overrides, *ALONE], gpus_per_node=node, world_size=world)
-    varied = ("actor.model.", "actor.global_batch_size", "actor.micro_batch_size", "actor.deepspeed.zero_optimization")
-    errors = [e for e in result.errors if not e.key.startswith(varied[1:]) and "parallel" not in e.key]
-    if errors or result.plan is None:
-        refuse("\n".join(map(str, errors or result.errors)))
+    result = translate(run, [*overrides, *ALONE], gpus_per_node=node, world_size=1)
+    if result.errors or result.plan is None:
+        refuse("\n".join(map(str, result.errors)))
     config, job = result.plan.config, job_of(result.plan, node)
     rows = config.actor.global_batch_size
     if config.is_rl or rows is None or job is None:

@@ -217,6 +217,8 @@ def _warnings(plan: RunPlan, groups: dict[str, AxisGroups], schedule: ScheduleFo
         found.append(f"bubble {schedule.bubble:.1%}: {steps} micro-batches on {pp} pipeline stages")
     if plan.batch.dynamic:
         found.append("dynamic batches: the number of micro-batches, and so the bubble, differs from step to step")
+    if frozen := plan.config.actor.freeze_parameters:
+        found.append(f"actor.freeze_parameters={list(frozen)}: frozen weights are priced as trained ones")
     return found
 
 
@@ -225,11 +227,8 @@ def _price_warnings(prices: Prices, hardware: Hardware) -> list[str]:
     for m in prices.memory:
         if m.fits and m.driver <= NEAR_FULL * hardware.memory_bytes:
             continue
-        kinds = {
-            "weights": m.weights, "gradients": m.gradients, "optimizer": m.master_weights + m.moments,
-            "activations": m.activations, "recomputation": m.recompute, "logits": m.logits,
-            "buffers": sum(m.buffers.values()),
-        }  # fmt: skip
+        kinds = m.kinds()
+        kinds["optimizer"] = kinds.pop("master weights") + kinds.pop("moments")
         largest = max(kinds, key=lambda name: kinds[name])
         verdict = "near the limit" if m.fits else "does not fit"
         found.append(

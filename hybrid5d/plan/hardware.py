@@ -6,11 +6,17 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from hybrid5d.config.dtypes import PRECISIONS
 from hybrid5d.config.tree import nearest
 from hybrid5d.config.yaml_file import parse_yaml, read_text
 from hybrid5d.errors import ConfigError, ConfigErrors
 
 FILE = Path(__file__).with_name("hardware.yaml")
+_SEE = f"see {FILE}"
+_NAMES = ", ".join(PRECISIONS)
+_AT_LEAST_0 = (
+    "link_latency", "network_latency", "overlap_dp", "context_bytes", "communicator_bytes", "fragmentation", "headroom"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,14 @@ class Hardware:
         return round(self.memory_gib * 2**30)
 
     def peak(self, precision: str) -> float:
-        """FLOP/s of the data sheet."""
+        """FLOP/s of the data sheet.
+
+        Raises:
+            ConfigErrors: the machine's file has none for this precision.
+        """
+        if precision not in self.peak_tflops:
+            rule = f"has no figure for {precision}, the run's precision"
+            raise ConfigErrors([ConfigError(f"--gpu {self.name}: peak_tflops", self.peak_tflops, rule, "add it")])
         return self.peak_tflops[precision] * 1e12
 
     def matmul_seconds(self, flops: float, precision: str) -> float:
@@ -85,31 +98,48 @@ def load_hardware(name: str) -> Hardware:
         raise ConfigErrors([ConfigError("--gpu", name, rule, f"copy {FILE} and edit it")])
     entry = parse_yaml(read_text(path), str(path))
     known = {f.name for f in fields(Hardware)} - {"name"}
+    if not isinstance(entry, dict):
+        raise ConfigErrors([ConfigError(f"--gpu {path.name}", entry, "must be a mapping of a machine's keys", _SEE)])
     errors = []
-    for key in entry if isinstance(entry, dict) else ():
+    for key in entry:
         if key not in known:
             near = nearest(key, known)
             fix = f"did you mean {near}?" if near else f"known: {', '.join(sorted(known))}"
             errors.append(ConfigError(f"--gpu {path.name}: {key}", entry[key], "unknown key", fix))
-    whole = {**defaults, **(entry if isinstance(entry, dict) else {})}
+    whole = {**defaults, **entry}
     for key in sorted(known - set(whole)):
-        errors.append(ConfigError(f"--gpu {path.name}: {key}", None, "is missing", f"see {FILE}"))
+        errors.append(ConfigError(f"--gpu {path.name}: {key}", None, "is missing", _SEE))
     for key, value in whole.items():
-        if key in known and not _numbers(value):
-            errors.append(
-                ConfigError(f"--gpu {path.name}: {key}", value, "must be made of numbers of 0 or more", f"see {FILE}")
-            )
+        if key in known and (wrong := _fault(key, value)):
+            errors.append(ConfigError(f"--gpu {path.name}: {key}", value, wrong, _SEE))
     if errors:
         raise ConfigErrors(errors)
     return _hardware(path.stem, whole)
 
 
-def _numbers(value: Any) -> bool:
-    if isinstance(value, dict):
-        return bool(value) and all(map(_numbers, value.values()))
-    if isinstance(value, list):
-        return bool(value) and all(map(_numbers, value))
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+def _fault(key: str, value: Any) -> str | None:
+    """Why a machine cannot have this value; everything that times are divided by must be above 0."""
+    if key == "peak_tflops":
+        named = isinstance(value, dict) and bool(value) and set(value) <= set(PRECISIONS)
+        return None if named and all(map(_positive, value.values())) else f"must be TFLOP/s above 0 by {_NAMES}"
+    if key == "matmul_efficiency":
+        pairs = isinstance(value, list) and bool(value) and all(isinstance(x, list) and len(x) == 2 for x in value)
+        if pairs and all(_number(least) and _positive(part) for least, part in value):
+            steps = [least for least, _ in value]
+            if steps == sorted(steps, reverse=True) and steps[-1] == 0:
+                return None
+        return "must be pairs [from so many FLOP on, efficiency above 0], falling, the last from 0"
+    if key in _AT_LEAST_0:
+        return None if _number(value) else "must be a number of 0 or more"
+    return None if _positive(value) else "must be a number above 0"
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
+
+
+def _positive(value: Any) -> bool:
+    return _number(value) and value > 0
 
 
 def _hardware(name: str, entry: dict[str, Any]) -> Hardware:

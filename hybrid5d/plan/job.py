@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import prod
 
 from hybrid5d.config.dtypes import PRECISIONS
 from hybrid5d.hf.rope import RopeSpec
@@ -19,7 +18,7 @@ from hybrid5d.plan.pipeline import UNIT, Schedule, Timeline, timeline
 from hybrid5d.plan.run import RecomputePlan, RunPlan
 from hybrid5d.plan.sequence import SequencePlan
 from hybrid5d.plan.sequence_rules import ulysses_degree
-from hybrid5d.plan.tensors import kv_cut, on_stage
+from hybrid5d.plan.tensors import elements_on, kv_cut
 
 DEEPSPEED_DEFAULTS = {
     "reduce_bucket_size": 500_000_000, "allgather_bucket_size": 500_000_000, "stage3_prefetch_bucket_size": 50_000_000,
@@ -62,7 +61,6 @@ class Job:
     packed: bool = False
     offload: float = 0.0
     moments: int = 2
-    frozen: float = 0.0
     buckets: tuple[tuple[str, int], ...] = ()
     node: int = 8
 
@@ -151,14 +149,12 @@ def played(schedule: Schedule, micro_batches: int) -> Played:
     return Played(makespan, 1 - work * micro_batches / makespan, live, times.idle_inside)
 
 
-@lru_cache(maxsize=4096)
-def _stage_elements(spec: ModelSpec, tp: int, stages: tuple[int, ...], stage: int) -> int:
-    return sum(prod(t.local_shape(spec, tp)) for t in on_stage(spec, stages, stage))
+_stage_elements = lru_cache(maxsize=4096)(elements_on)
 
 
 @lru_cache(maxsize=4096)
 def _elements(spec: ModelSpec, tp: int, stages: tuple[int, ...], mine: tuple[int, ...]) -> int:
-    total = sum(_stage_elements(spec, tp, stages, s) for s in mine)
+    total = sum(_stage_elements(spec, stages, s, tp) for s in mine)
     if spec.tie_word_embeddings and len(mine) > 1 and {0, len(stages) - 1} <= set(mine):
         total -= -(-spec.vocab_size // tp) * spec.hidden_size  # zbv: both ends on one rank, one matrix
     return total

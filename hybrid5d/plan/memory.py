@@ -15,6 +15,7 @@ from typing import Any
 from hybrid5d.hf.spec import ModelSpec
 from hybrid5d.plan.hardware import Hardware
 from hybrid5d.plan.job import Job
+from hybrid5d.plan.tensors import layer_elements
 
 CHUNK_TOKENS = 1024  # tokens whose logits are alive at a time (tensor_parallel.HeadOptions)
 FP32 = 4
@@ -168,14 +169,13 @@ def states(job: Job, rank: int) -> States:
     Gradients are accumulated in fp32 whatever the precision (`data_types.grad_accum_dtype`).
     """
     p, d = job.elements(rank), job.shards
-    trained = round(p * (1 - job.frozen))
-    weights, gradients = p * job.size, trained * FP32
+    weights, gradients = p * job.size, p * FP32
     words = f"gradients: fp32, {'not sharded' if job.zero < 2 else f'sharded over {d}'}"
     if job.zero >= 2:
         gradients = -(-gradients // d)
     if job.zero == 3:
         weights = -(-weights // d)
-    master, moments = -(-trained // d) * FP32, -(-trained // d) * FP32 * job.moments
+    master, moments = -(-p // d) * FP32, -(-p // d) * FP32 * job.moments
     host = round((master + moments) * job.offload)
     left = 1 - job.offload
     return States(weights, gradients, round(master * left), round(moments * left), host, words)
@@ -215,6 +215,14 @@ class StageMemory:
     outside: dict[str, int]
     fits: bool
 
+    def kinds(self) -> dict[str, int]:
+        """Bytes by kind, under names for people; they peak apart."""
+        return {
+            "weights": self.weights, "gradients": self.gradients, "master weights": self.master_weights,
+            "moments": self.moments, "activations": self.activations, "recomputation": self.recompute,
+            "logits": self.logits, "buffers": sum(self.buffers.values()),
+        }  # fmt: skip
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON shows it; `optimizer` is master copy and moments."""
         found = asdict(self)
@@ -224,25 +232,16 @@ class StageMemory:
 def buffers(job: Job, rank: int) -> dict[str, int]:
     """What DeepSpeed allocates beside states, from the resolved config, and the batch's own tensors."""
     p, found = job.elements(rank), {"batch": batch_bytes(job)}
-    reduce = min(job.bucket("reduce_bucket_size"), p) * FP32
     if job.zero == 1 and job.precision == "bf16":
         found[NARROW] = p * job.size
-    elif job.zero < 3:
-        found["reduce bucket"] = reduce
+        return found
+    found["reduce bucket"] = min(job.bucket("reduce_bucket_size"), p) * FP32
     if job.zero == 3:
-        largest = max(_layer_elements(job), -(-job.spec.vocab_size // job.layout.tp) * job.spec.hidden_size)
+        spec, tp = job.spec, job.layout.tp
+        largest = max(layer_elements(spec, tp), -(-spec.vocab_size // tp) * spec.hidden_size)
         live = min(job.bucket("stage3_max_live_parameters"), p, 2 * largest + job.bucket("stage3_prefetch_bucket_size"))
         found["gathered parameters"] = live * job.size
-        found["reduce bucket"] = min(job.bucket("reduce_bucket_size"), p) * FP32
     return found
-
-
-def _layer_elements(job: Job) -> int:
-    one = [i for i, n in enumerate(job.stages) if n]
-    spec, tp = job.spec, job.layout.tp
-    q, kv = spec.num_attention_heads * spec.head_dim // tp, job.kv_heads * spec.head_dim
-    h, inner = spec.hidden_size, spec.intermediate_size // tp
-    return (h * (2 * q + 2 * kv + 3 * inner) + 2 * h) if one else 0
 
 
 def groups_of(job: Job) -> dict[str, int]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from hybrid5d.plan.forecast import Forecast, Prices
-from hybrid5d.plan.memory import StageMemory, groups_of, host_at_load
+from hybrid5d.plan.memory import groups_of, host_at_load
 from hybrid5d.plan.text import size
 
 _STYLE = """
@@ -89,14 +89,6 @@ def _warnings(warnings: Sequence[str]) -> str:
     return f"<h2>Warnings</h2><ul>{items}</ul>"
 
 
-def _kinds(m: StageMemory) -> dict[str, int]:
-    return {
-        "weights": m.weights, "gradients": m.gradients, "master weights": m.master_weights, "moments": m.moments,
-        "activations": m.activations, "recomputation": m.recompute, "logits": m.logits,
-        "buffers": sum(m.buffers.values()),
-    }  # fmt: skip
-
-
 def _bars(label: str, rows: Mapping[str, Mapping[str, float]], unit: str, limit: float | None = None) -> str:
     """Stacked horizontal bars, one a row, with a legend; each piece carries its name and value as its title."""
     names = list(dict.fromkeys(name for parts in rows.values() for name in parts))
@@ -131,10 +123,10 @@ def _bars(label: str, rows: Mapping[str, Mapping[str, float]], unit: str, limit:
 
 
 def _memory(prices: Prices, card: int) -> str:
-    kinds = {f"stage {m.stage}": _kinds(m) for m in prices.memory}
+    kinds = {f"stage {m.stage}": m.kinds() for m in prices.memory}
     head = ["stage", "allocated", "at", *next(iter(kinds.values())), "reserved", "driver"]
     rows = [
-        [str(m.stage), size(m.allocated), m.peak_at.replace("_", " "), *map(size, _kinds(m).values()), size(m.reserved),
+        [str(m.stage), size(m.allocated), m.peak_at.replace("_", " "), *map(size, m.kinds().values()), size(m.reserved),
          size(m.driver)]
         for m in prices.memory
     ]  # fmt: skip

@@ -13,7 +13,6 @@ from typing import Any
 
 from hybrid5d.config.schema import RunConfig
 from hybrid5d.config.tree import put
-from hybrid5d.errors import ConfigErrors
 from hybrid5d.plan.hardware import Hardware
 from hybrid5d.plan.job import Job
 from hybrid5d.plan.layout import ParallelLayout
@@ -132,11 +131,7 @@ def _variants(base: Job, layout: ParallelLayout, rows: int, found: Found) -> Ite
     if left or not per_rank:
         found.reasons["the global batch does not divide over dp"] += 1
         return
-    try:
-        stages = split_layers(base.spec.num_layers, layout.pp)
-    except ConfigErrors:
-        found.reasons["more pipeline stages than layers"] += 1
-        return
+    stages = split_layers(base.spec.num_layers, layout.pp)
     for micro in (m for m in (1, 2, 4, 8, 16) if per_rank % m == 0):
         for zero in (1, 2, 3) if layout.pp == 1 else (1,):
             yield replace(

@@ -146,6 +146,11 @@ def elements_on(spec: ModelSpec, stages: Sequence[int], stage: int, tp: int) -> 
     return sum(prod(t.local_shape(spec, tp)) for t in on_stage(spec, stages, stage))
 
 
+def layer_elements(spec: ModelSpec, tp: int) -> int:
+    """Numbers of all weights of one decoder layer on a tp rank."""
+    return sum(prod(t.local_shape(spec, tp)) for t in _decoder_layer(spec, 0))
+
+
 def tp_faults(tp: int, heads: int | None, kv_heads: int | None, inner: int | None) -> list[str]:
     """What keeps `tp` from cutting a model, one clause each; sizes that are None are not asked."""
     found = []

@@ -67,10 +67,7 @@ def _memory(prices: Prices) -> Iterator[str]:
 
 
 def _kinds(m: StageMemory) -> Iterator[str]:
-    kinds = {
-        "weights": m.weights, "gradients": m.gradients, "master": m.master_weights, "moments": m.moments,
-        "activations": m.activations, "recomputation": m.recompute, "logits": m.logits, **m.buffers,
-    }  # fmt: skip
+    kinds = {name: value for name, value in m.kinds().items() if name != "buffers"} | m.buffers
     return (f"{name} {size(value)}" for name, value in kinds.items() if value)
 
 

@@ -128,7 +128,7 @@ def step_time(job: Job, hardware: Hardware) -> StepTime:
     traffic = stage_traffic(job, slowest)
     hidden = 1.0 if pp == 1 else (pp - 1 + m) / m  # the fill's messages; those of the steady state hide behind work
     one_message = traffic["pp"].times(1 / max(2 * m, 1))
-    st = states(job, slowest)
+    zero_axis, st = "dp" if job.layout.dp > 1 else "cp", states(job, slowest)
     parts = {
         "products": part("products"),
         "attention": part("attention"),
@@ -137,9 +137,7 @@ def step_time(job: Job, hardware: Hardware) -> StepTime:
         "context_parallel": part("cp"),
         "bubble": (units - m) * sum(loads) / pp,
         "pipeline": _wire(job, hardware, "pp", one_message) * m * hidden if pp > 1 else 0.0,
-        "data_parallel": _wire(job, hardware, "dp", traffic["dp"]) * (1 - hardware.overlap_dp)
-        if job.layout.dp > 1
-        else _wire(job, hardware, "cp", traffic["dp"]) * (1 - hardware.overlap_dp),
+        "data_parallel": _wire(job, hardware, zero_axis, traffic["dp"]) * (1 - hardware.overlap_dp),
         "optimizer": hardware.memory_seconds(2.0 * (st.master + st.moments) + st.gradients + st.weights),
     }
     parts = {name: seconds * hardware.software for name, seconds in parts.items()}

@@ -98,9 +98,8 @@ def head_traffic(job: Job) -> Volume:
     """The head's on tp, a micro-batch: into the region and back, maximum and sums of each chunk of logits."""
     n, size = job.layout.tp, job.tokens * job.spec.hidden_size * job.size
     enter = gather(size, n).times(2) if job.sp else all_reduce(size, n)
-    chunks, found = -(-job.tokens // CHUNK_TOKENS), enter
     each = all_reduce(job.tokens * FP32, n) + all_reduce(2 * job.tokens * FP32, n)
-    return found + Volume(each.calls * chunks, each.payload, each.sent)
+    return enter + Volume(each.calls * -(-job.tokens // CHUNK_TOKENS), each.payload, each.sent)
 
 
 def embedding_traffic(job: Job) -> Volume:
@@ -151,8 +150,8 @@ def _pipeline(job: Job, rank: int) -> Volume:
 def _data(job: Job, rank: int) -> Volume:
     """Over dp x cp. ZeRO 1: one all-reduce of fp32 gradients and one gather of weights; 2: scattered; 3: weights are
     gathered for each forward and backward."""
-    d, trained = job.shards, job.elements(rank) * (1 - job.frozen)
-    gradients, weights = trained * FP32, job.elements(rank) * job.size
+    d, p = job.shards, job.elements(rank)
+    gradients, weights = p * FP32, p * job.size
     if job.zero == 1:
         return all_reduce(gradients, d) + gather(weights, d)
     if job.zero == 2:

@@ -145,6 +145,20 @@ def test_measured_step_explain_and_diff(tmp_path: Path) -> None:
     assert changes["flops.per_step.causal"]["ratio"] == pytest.approx(2) and "flops.per_token.causal" not in changes
 
 
+def test_a_card_without_the_runs_precision_is_refused(tmp_path: Path) -> None:
+    card = tmp_path / "card.yaml"
+    card.write_text(
+        "{peak_tflops: {bf16: 1}, best_matmul: 1, memory_gib: 1, memory_tbps: 1, link_gbps: 1, network_gbps: 1}"
+    )
+    done = hybrid5d("plan", run_yaml(tmp_path, {}, actor__global_batch_size=2), "--world-size", 1, "--gpu", card)
+    assert done.returncode == 2 and "has no figure for fp32" in done.stderr
+
+
+def test_frozen_weights_are_not_priced_in_silence(tmp_path: Path) -> None:
+    run = run_yaml(tmp_path, {}, actor__global_batch_size=2, actor__freeze_parameters=["model.embed_tokens.weight"])
+    assert any("freeze_parameters" in w and "as trained" in w for w in plan(run, "--world-size", 1)["warnings"])
+
+
 def test_text_names_every_part(tmp_path: Path) -> None:
     run = run_yaml(tmp_path, {}, actor__model__pipeline_model_parallel_size=2, actor__global_batch_size=2)
     done = hybrid5d("plan", run, "--world-size", 2)
@@ -161,6 +175,10 @@ def test_text_names_every_part(tmp_path: Path) -> None:
         (("--gpu", "h800"), "neither a machine of hardware.yaml (a100, h100, h200, cpu) nor a YAML file"),
         (("--explain", "memry"), "did you mean memory?"),
         (("--diff", "/nowhere.yaml"), "/nowhere.yaml"),
+        (("--search", "--diff", "b.yaml"), "--search and --diff"),
+        (("--diff", "b.yaml", "--explain", "memory"), "--diff and --explain"),
+        (("--search", "--measured", "1"), "a search has no one step"),
+        (("--explain", "memory", "--format", "json"), "--explain writes text"),
         (("actor.micro_batch_size=0",), "actor.micro_batch_size"),
     ],
 )

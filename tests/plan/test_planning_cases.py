@@ -13,7 +13,7 @@ from hybrid5d.plan import papers
 from hybrid5d.plan.flops import flops, per_token
 from hybrid5d.plan.forecast import price
 from hybrid5d.plan.hardware import load_hardware
-from hybrid5d.plan.job import Job
+from hybrid5d.plan.job import Job, played
 from hybrid5d.plan.layout import ParallelLayout
 from hybrid5d.plan.memory import (
     activations,
@@ -26,7 +26,7 @@ from hybrid5d.plan.memory import (
     stage_memory,
     states,
 )
-from hybrid5d.plan.pipeline import Schedule
+from hybrid5d.plan.pipeline import UNIT, Schedule, timeline
 from hybrid5d.plan.run import RecomputePlan
 from hybrid5d.plan.stages import split_layers
 from hybrid5d.plan.timing import across, inside, of_measured
@@ -205,6 +205,23 @@ def test_11_bubble_and_conventions() -> None:
     wide = per_token(LLAMA405, 8192, "causal")
     doubled = per_token(replace(LLAMA405, num_key_value_heads=16), 8192, "causal")
     assert 100 * (doubled / wide - 1) == pytest.approx(0.97, abs=0.2)
+
+
+KINDS = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zbv", 2)]
+
+
+@pytest.mark.parametrize(("kind", "chunks"), KINDS)
+def test_a_long_step_is_played_as_its_program(kind: str, chunks: int) -> None:
+    """The short form that is played through and continued equals the whole program."""
+    for pp in (2, 3, 4):
+        schedule = Schedule(kind, pp, chunks)  # type: ignore[arg-type]
+        for m in (4 * pp + 1, 5 * pp, 7 * pp + pp - 1):
+            if kind == "interleaved" and m % pp:
+                continue
+            whole, found = timeline(schedule, m, UNIT), played(schedule, m)
+            assert (found.makespan, found.live) == (whole.makespan, tuple(whole.live)), (pp, m)
+            assert found.bubble == pytest.approx(whole.bubble), (pp, m)
+            assert found.idle_inside == tuple(whole.idle_inside), (pp, m)
 
 
 def test_12_too_good_to_be_true() -> None:

@@ -75,3 +75,16 @@ def test_nothing_fits(tmp_path: Path) -> None:
     assert done.returncode == 2 and "no layout of 2 ranks fits h100" in done.stderr
     assert "does not fit the memory" in done.stdout
     assert "--search needs --world-size" in hybrid5d("plan", big(tmp_path), "--search").stderr
+
+
+def test_the_run_that_is_searched_need_not_be_one_of_the_layouts(tmp_path: Path) -> None:
+    """64 rows on 128 ranks divide over no dp of 128, and not into micro-batches of 3; with tp and pp they do."""
+    run = run_yaml(
+        tmp_path, actor__model__model_path="/nowhere", actor__global_batch_size=64, actor__micro_batch_size=3,
+        **{f"actor__model__{name}": value for name, value in SIZES.items()},
+    )  # fmt: skip
+    done = hybrid5d("plan", run, "--world-size", 128, "--search", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    assert all(64 % (r["dp"] * r["micro_batch"]) == 0 for r in json.loads(done.stdout)["best"])
+    wrong = hybrid5d("plan", run, "actor.optim.lr=-1", "--world-size", 128, "--search")
+    assert wrong.returncode == 2 and "actor.optim.lr" in wrong.stderr

@@ -27,7 +27,7 @@ def device_type() -> str:
     name = str(get_accelerator()._name)
     if name in ("cuda", "cpu"):
         return name
-    raise ConfigErrors([ConfigError("DS_ACCELERATOR", name, "hybrid5d runs on cuda and cpu", "set DS_ACCELERATOR")])
+    raise ConfigErrors([ConfigError("DS_ACCELERATOR", name, "hybrid5d runs on cuda and cpu", "set it to one of them")])
 
 
 def current_device() -> torch.device:
