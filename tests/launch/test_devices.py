@@ -174,6 +174,13 @@ def test_only_a_task_of_srun_is_a_rank(environ: dict[str, str], launcher: str, w
     assert (env.launcher, env.world_size) == (launcher, world)
 
 
+def test_what_is_set_already_stays() -> None:
+    environ = {**SRUN, "SLURM_PROCID": "1", "SLURM_NODEID": "0", "MASTER_PORT": "4242", "LOCAL_RANK": "0"}
+    env = LaunchEnv.read(environ)
+    settle_environment(env, environ)
+    assert (env.rank, environ["MASTER_PORT"], environ["LOCAL_RANK"], environ["MASTER_ADDR"]) == (1, "4242", "0", "gpu07")
+
+
 def test_deepspeeds_accelerator_is_the_only_word_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """DS_ACCELERATOR=cpu on a machine with GPUs: everything is on the CPU, gradient modes included."""
     import torch

@@ -13,6 +13,7 @@ from hybrid5d.plan.tensors import (
     elements_on,
     freeze_errors,
     kv_cut,
+    layer_elements,
     legal_degrees,
     on_stage,
     shapes,
@@ -54,6 +55,8 @@ def test_elements_per_rank_are_those_of_the_layers(name: str, tp: int, pp: int) 
             if pp == 1 and spec.tie_word_embeddings:  # `build` makes the shared module twice
                 held.pop(next(i for i, p in ((id(p), p) for p in module[-1].parameters())))
             assert elements_on(spec, stages, stage, tp) == sum(held.values()), (stage, rank)
+    if pp == 3:  # the middle stage is one decoder layer and nothing else
+        assert layer_elements(spec, tp) == elements_on(spec, stages, 1, tp)
 
 
 @pytest.mark.parametrize(("heads", "tp"), [(h, t) for h in (1, 2, 3, 6, 8) for t in (1, 2, 3, 4, 6, 8, 16)])
