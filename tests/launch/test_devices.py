@@ -18,12 +18,20 @@ from hybrid5d.launch.env import LaunchEnv, settle_environment
 from tests.launch_kit import BIN, REPO, free_port
 
 UUIDS = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6,MIG-1c2d3e4f-0000-1111-2222-333344445555"
+RANK_VARIABLES = ("SLURM_", "OMPI_", "LOCAL_", "RANK", "WORLD_SIZE", "MASTER_", "CUDA_VISIBLE", "OMP_NUM_THREADS")
 CASES = ("4,5", UUIDS, "", None)
+
+
+@pytest.fixture(autouse=True)
+def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests' engines left of a rank's environment in this process (LOCAL_RANK) is not the launcher's word."""
+    for name in [n for n in os.environ if n.startswith(RANK_VARIABLES)]:
+        monkeypatch.delenv(name)
 
 
 def ranks_saw(words: list[str], folder: Path, devices: str | None, **environ: str) -> list[dict[str, Any]]:
     """Start a launcher with the module that tells its environment; what each rank told."""
-    base = {k: v for k, v in os.environ.items() if k not in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RANK")}
+    base = {k: v for k, v in os.environ.items() if not k.startswith(RANK_VARIABLES)}
     shown = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
     base |= {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPO)}  # the launcher counts CPUs; what it sets is the same
     folder.mkdir(exist_ok=True)
@@ -38,7 +46,6 @@ def ranks_saw(words: list[str], folder: Path, devices: str | None, **environ: st
 def test_the_verb_passes_the_devices_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: str | None) -> None:
     """`hybrid5d train` starts deepspeed so that ranks share what the user named, or nothing."""
     monkeypatch.setattr(start, "WORKER", "tests.launch.print_env")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if devices is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
     seen = ranks_saw(start.command("deepspeed", 2), tmp_path, devices)
@@ -84,7 +91,6 @@ def test_tasks_of_srun_are_ranks(tmp_path: Path) -> None:
 
 def test_the_verb_gives_ranks_their_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "usable_cores", lambda: 96)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     words = [sys.executable, "-c", "import os; open(os.environ['OUT'], 'w').write(os.environ['OMP_NUM_THREADS'])", "."]
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     assert start._run(words, 8, 1.0) == 0
@@ -120,8 +126,8 @@ def taken(monkeypatch: pytest.MonkeyPatch, count: int, accelerator: str = "cuda"
     """What `take_device` takes with that environment and so many devices: a list, or why not."""
     from hybrid5d.engine.deepspeed.distributed import take_device
 
-    for name in [n for n in os.environ if n.startswith(("SLURM_", "OMPI_", "LOCAL_", "RANK", "WORLD", "CUDA"))]:
-        monkeypatch.delenv(name)
+    for name in [n for n in os.environ if n.startswith(RANK_VARIABLES)]:
+        monkeypatch.delenv(name)  # what an earlier call set
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     cuda = FakeCuda(monkeypatch, count, accelerator)
