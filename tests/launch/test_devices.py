@@ -24,7 +24,7 @@ CASES = ("4,5", UUIDS, "", None)
 
 @pytest.fixture(autouse=True)
 def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other tests' engines left of a rank's environment in this process (LOCAL_RANK) is not the launcher's word."""
+    """What other tests' engines left of a rank's variables in this process (LOCAL_RANK) is no launcher's word."""
     for name in [n for n in os.environ if n.startswith(RANK_VARIABLES)]:
         monkeypatch.delenv(name)
 
