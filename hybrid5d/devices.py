@@ -34,6 +34,16 @@ def wants_cpu(environ: Mapping[str, str]) -> bool:
     return environ.get("DS_ACCELERATOR") == "cpu" or visible_devices(environ) == ()
 
 
+def accelerator_faults(environ: Mapping[str, str], gpu_is_here: bool) -> list[ConfigError]:
+    """A DS_ACCELERATOR that nothing here can run on; DeepSpeed would say it in a traceback."""
+    name = environ.get("DS_ACCELERATOR")
+    if name not in (None, "cuda", "cpu"):
+        return [ConfigError("DS_ACCELERATOR", name, "hybrid5d runs on cuda and cpu", "set it to one of them")]
+    if name == "cuda" and not gpu_is_here:
+        return [ConfigError("DS_ACCELERATOR", name, "this machine has no GPU device file", "unset it, or set cpu")]
+    return []
+
+
 def too_few_devices(environ: Mapping[str, str], ranks: int) -> list[ConfigError]:
     """More ranks on this machine than devices that CUDA_VISIBLE_DEVICES names."""
     visible = visible_devices(environ)

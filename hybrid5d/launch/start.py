@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from hybrid5d.console import say
-from hybrid5d.devices import too_few_devices, visible_devices, wants_cpu
+from hybrid5d.devices import accelerator_faults, too_few_devices, visible_devices, wants_cpu
 from hybrid5d.errors import EXIT_FAILED, ConfigError, ConfigErrors
 from hybrid5d.launch.env import usable_cores
 from hybrid5d.launch.preflight import Argv, plan_run
@@ -80,7 +80,12 @@ def _launcher_faults(launcher: str | None, count: int | None) -> list[ConfigErro
     if launcher == "python" and count is not None and count > 1:
         rule = f"plain python starts one process, --num-procs is {count}"
         return [ConfigError("--launcher", launcher, rule, "use deepspeed, accelerate or torchrun")]
-    return [] if count is None else too_few_devices(os.environ, count)
+    faults = accelerator_faults(os.environ, _gpu_is_here())
+    return faults if faults or count is None else too_few_devices(os.environ, count)
+
+
+def _gpu_is_here() -> bool:
+    return any(Path(device).exists() for device in _GPU_DEVICES)
 
 
 def command(launcher: str, count: int, port: int | None = None) -> list[str]:
@@ -120,7 +125,7 @@ def _run(words: list[str], count: int, grace_seconds: float) -> int:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_root()), *_inherited_path()])}
     environ.setdefault("PYTHONUNBUFFERED", "1")
     environ.setdefault("DS_LOG_LEVEL", "error")  # DeepSpeed's launcher logs what it starts; ours has said it
-    if wants_cpu(environ) or not any(Path(device).exists() for device in _GPU_DEVICES):
+    if wants_cpu(environ) or not _gpu_is_here():
         environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says at each import that it found no GPU
     if len(words) > 3 and words[2] != WORKER:
         # torchrun and accelerate warn at length where it is unset

@@ -108,6 +108,19 @@ def test_more_ranks_than_named_devices_are_refused(
     assert [("3 ranks" in str(e), "names 2 devices (4,5)" in str(e)) for e in errors] == [(True, True)] * refused
 
 
+@pytest.mark.parametrize(
+    ("name", "gpu", "rule"),
+    [("xpu", True, "runs on cuda and cpu"), ("cuda", False, "no GPU device file"), ("cuda", True, ""), ("cpu", False, "")],
+)
+def test_an_accelerator_that_is_not_here_is_refused_before_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, name: str, gpu: bool, rule: str
+) -> None:
+    monkeypatch.setattr(start, "_gpu_is_here", lambda: gpu)
+    monkeypatch.setenv("DS_ACCELERATOR", name)
+    errors = start._launcher_faults(None, 2)
+    assert [(e.key, e.value, rule in e.rule) for e in errors] == [("DS_ACCELERATOR", name, True)] * bool(rule)
+
+
 class FakeCuda:
     """torch.cuda of a machine with `count` devices, as far as taking one needs it."""
 
