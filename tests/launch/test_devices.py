@@ -110,7 +110,7 @@ def test_more_ranks_than_named_devices_are_refused(
 
 @pytest.mark.parametrize(
     ("name", "gpu", "rule"),
-    [("xpu", True, "runs on cuda and cpu"), ("cuda", False, "no GPU device file"), ("cuda", True, ""), ("cpu", False, "")],
+    [("xpu", True, "on cuda and cpu"), ("cuda", False, "no GPU device file"), ("cuda", True, ""), ("cpu", False, "")],
 )
 def test_an_accelerator_that_is_not_here_is_refused_before_the_launcher(
     monkeypatch: pytest.MonkeyPatch, name: str, gpu: bool, rule: str
