@@ -21,6 +21,7 @@ class LocalBatch:
 
     Attributes:
         input_ids, labels, position_ids: [b, S/cp] in the rank's order (zigzag, …); labels already shifted.
+        upstream: what backward will call the loss with, where that is known (`HeadOptions.upstream`).
         columns: by name [b, S/cp] fp32, in the order of labels: weights, advantages, ... (`data.types.COLUMNS`).
         sequence: how the rows were cut; attention follows it.
         hidden_shape: shape of the residual stream on this rank: (b, S/cp, H), or (b, S/(cp*tp), H) with SP.
@@ -40,6 +41,7 @@ class LocalBatch:
     temperature: float = 1.0
     means: dict[str, Tensor] = field(default_factory=dict)
     parts: dict[str, Tensor] = field(default_factory=dict)
+    upstream: float | None = None
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def shared(self, key: Hashable, make: Callable[[], Any]) -> Any:

@@ -181,7 +181,7 @@ def head_forward(weight: Tensor, vocab: VocabShard, x: Tensor, batch: LocalBatch
     tokens (equal on tp ranks); what the rule reports goes to the batch.
     `logprobs`: (log-probability of each label, entropy), fp32 [b, s] each, no gradient.
     """
-    options = HeadOptions(ctx.sequence_parallel, batch.temperature)
+    options = HeadOptions(ctx.sequence_parallel, batch.temperature, upstream=batch.upstream)
     if batch.head == "logprobs":
         return linear_logprobs(x, weight, batch.labels, vocab, options)
     found = linear_token_loss(x, weight, batch.labels, vocab, batch.rule, batch.columns, options)

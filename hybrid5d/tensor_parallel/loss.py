@@ -8,6 +8,7 @@ computed in the forward pass as in Liger-Kernel (Hsu et al. 2024): one chunk of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from hybrid5d.parallel.collectives import all_reduce, all_reduce_max, enter_tp
 from hybrid5d.parallel.context import Axis
+from hybrid5d.tensor_parallel.products import wide_product
 
 IGNORE_INDEX = -100  # no target; the value HF and torch use
 _ROWS = 64  # rows of a chunk that are exponentiated at a time, so that no second chunk is alive
@@ -62,11 +64,14 @@ class HeadOptions:
         sequence_parallel: the hidden states are the rank's part of the sequence, [b, s/n, H].
         temperature: what the logits are divided by, in fp32.
         chunk_tokens: how many tokens' logits are alive at a time.
+        upstream: what backward will be called with, where that is known: gradients are then multiplied by it before
+            they are rounded to 16 bits. A wrong one costs digits, not correctness.
     """
 
     sequence_parallel: bool = False
     temperature: float = 1.0
     chunk_tokens: int = 1024
+    upstream: float | None = None
 
 
 @dataclass(frozen=True)
@@ -140,7 +145,7 @@ def _score(
     hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, temperature: float, entropy: bool
 ) -> _Scores:
     """One max and one sum all-reduce of t (2t or 3t) numbers over tp."""
-    logits = hidden.matmul(weight.t()).to(_wide(hidden))
+    logits = wide_product(hidden, weight.t())
     if temperature != 1.0:
         logits.div_(temperature)
     lowest = torch.finfo(logits.dtype).min
@@ -182,6 +187,18 @@ def _gradient(scores: _Scores, d_logp: Tensor, d_entropy: Tensor | None) -> Tens
     return z
 
 
+def _halves(upstream: float, dtype: torch.dtype) -> tuple[float, float]:
+    """The factor on logits' gradients before they are rounded to `dtype`, and the rest, for what is made of them.
+
+    In 16 bits the first is a power of two: it lifts small gradients into fp16's range and rounds none. By any other
+    factor f the gradients of all unlikely targets, about -f each, would be off by one common rounding.
+    """
+    if dtype not in (torch.float16, torch.bfloat16):
+        return upstream, 1.0
+    mantissa, exponent = math.frexp(upstream)
+    return math.ldexp(1.0, exponent), mantissa
+
+
 def _runs(total: int, size: int) -> Iterator[slice]:
     return (slice(begin, min(begin + size, total)) for begin in range(0, total, size))
 
@@ -198,6 +215,8 @@ class _LinearTokenLoss(torch.autograd.Function):
         columns: Columns, options: HeadOptions, reported: tuple[dict[str, Tensor], dict[str, Tensor]],
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         need_h, need_w = ctx.needs_input_grad[:2]
+        early, late = _halves(options.upstream or 1.0, hidden.dtype)
+        ctx.early, ctx.upstream = early, early * late
         wide, tokens = _wide(hidden), hidden.shape[0]
         grad_h = torch.empty_like(hidden) if need_h else None
         grad_w = torch.zeros_like(weight, dtype=wide) if need_w else None
@@ -220,17 +239,19 @@ class _LinearTokenLoss(torch.autograd.Function):
                 entropies[rows] = scores.entropy
             if need_h or need_w:
                 d_logp, d_entropy = (
-                    None if d is None else weigh(d.to(wide)) / options.temperature
+                    None if d is None else weigh(d.to(wide)) * (early / options.temperature)
                     for d in (terms.d_logp, terms.d_entropy)
                 )
                 assert d_logp is not None
                 dlogits = _gradient(scores, d_logp, d_entropy).to(weight.dtype)
-                if grad_h is not None:
+                if grad_h is not None and late == 1.0 and dlogits.dtype == wide:
                     torch.matmul(dlogits, real_w, out=grad_h[rows])
+                elif grad_h is not None:
+                    grad_h[rows] = wide_product(dlogits, real_w).mul_(late)
                 if grad_w is not None and grad_w.dtype == dlogits.dtype:
                     grad_w[: shard.real].addmm_(dlogits.t(), h)
                 elif grad_w is not None:
-                    grad_w[: shard.real] += dlogits.t().matmul(h)
+                    grad_w[: shard.real] += wide_product(dlogits.t(), h)
                 del dlogits
             del scores  # before the next chunk's logits are made
         ctx.save_for_backward(grad_h, grad_w)
@@ -241,8 +262,10 @@ class _LinearTokenLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_h, grad_w = ctx.saved_tensors
-        dh = None if grad_h is None else (grad_h * grads[0]).to(grad_h.dtype)
-        dw = None if grad_w is None else (grad_w * grads[0]).to(ctx.weight_dtype)
+        # A product of a 16-bit tensor and a scalar tensor would round the scalar to 16 bits on CUDA (to inf in fp16).
+        # The first quotient is 1 where backward is called with what forward was told.
+        dh = None if grad_h is None else (grad_h.to(grads[0].dtype) * (grads[0] / ctx.upstream)).to(grad_h.dtype)
+        dw = None if grad_w is None else (grad_w * (grads[0] / ctx.early)).to(ctx.weight_dtype)
         return dh, dw, *[None] * 6
 
 

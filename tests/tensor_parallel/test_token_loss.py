@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid5d.parallel.context import Axis
 from hybrid5d.tensor_parallel import (
@@ -23,6 +24,7 @@ from hybrid5d.tensor_parallel import (
     linear_token_loss,
     split_seq,
 )
+from hybrid5d.tensor_parallel import loss as loss_module
 from tests.harness import run_ranks
 
 NEAR = {"rtol": 1e-5, "atol": 1e-6}
@@ -170,6 +172,88 @@ def test_hidden_states_of_other_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match=r"hidden states of \(4,\) tokens but targets \(5,\)"):
         shard = VocabShard.of(7, Axis.single())
         linear_token_loss(torch.zeros(4, 3), torch.zeros(7, 3), torch.zeros(5, dtype=torch.int64), shard)
+
+
+# --- 16 bits ---------------------------------------------------------------------------------------------------------
+
+
+class CudaScalars(TorchDispatchMode):
+    """Products with a scalar tensor as CUDA makes them: it rounds the scalar to the other tensor's type first."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, torch.ops.aten.mul_.Tensor):
+            x, y = args
+            if isinstance(y, Tensor) and y.dim() == 0 and x.dim() > 0:
+                args = (x, y.to(x.dtype))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_scalar_tensor_is_rounded_as_on_cuda() -> None:
+    x, factor = torch.ones(3, dtype=torch.float16), torch.tensor(2.0**20)
+    with CudaScalars():
+        assert torch.isinf(x * factor).all() and torch.isfinite(x.float() * factor).all()
+
+
+def _head_gradients(
+    dtype: torch.dtype, factor: float, known: bool = True, loss_weight: float = 1.0
+) -> list[tuple[Tensor, Tensor]]:
+    """(gradient, the fp64 one of the same inputs) of hidden states and weight."""
+    g = torch.Generator().manual_seed(5)
+    hidden, weight = (torch.randn(n, 16, generator=g).to(dtype).requires_grad_(True) for n in (40, 20_011))
+    targets = torch.randint(0, 20_011, (40,), generator=g)
+    columns = {"loss_weight": torch.full((40,), loss_weight)}
+    options = HeadOptions(chunk_tokens=16, upstream=factor if known else None)
+    shard = VocabShard.of(20_011, Axis.single())
+    with CudaScalars():
+        (linear_token_loss(hidden, weight, targets, shard, columns=columns, options=options).loss * factor).backward()
+    wide = [x.detach().double().requires_grad_(True) for x in (hidden, weight)]
+    each = F.cross_entropy(wide[0].matmul(wide[1].t()), targets, reduction="sum")
+    (each * loss_weight * factor).backward()
+    grads = [(got.grad, want.grad) for got, want in zip((hidden, weight), wide)]
+    return [(got.double(), want) for got, want in grads if got is not None and want is not None]
+
+
+def _common(got: Tensor, want: Tensor) -> float:
+    """By what factor all of it is off alike."""
+    return abs(float((got * want).sum() / (want * want).sum()) - 1)
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("dtype,common,each", [(torch.bfloat16, 4e-4, 8e-3), (torch.float16, 1e-4, 1e-3)])
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("factor,loss_weight", [(8195 / 12289, 1.0), (2.0**17, 2.0**-6)])
+def test_the_factor_on_the_loss_is_never_16_bits_wide(
+    dtype: torch.dtype, common: float, each: float, known: bool, factor: float, loss_weight: float
+) -> None:
+    """The first has no short binary form, the second is no fp16 number; gradients stay inside fp16's range.
+
+    With the factor in 16 bits, or rounded with the logits' gradients, all gradients are off by it alike: 1.3e-3 in
+    bf16, infinite in fp16.
+    """
+    for got, want in _head_gradients(dtype, factor, known, loss_weight):
+        assert torch.isfinite(got).all()
+        assert _common(got, want) < common
+        assert _error(got, want) < each
+
+
+def test_a_known_factor_adds_no_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With products that keep their fp32 sums, as on CUDA; a power of two is exact, another factor is no worse."""
+    monkeypatch.setattr(loss_module, "wide_product", lambda a, b: a.float().matmul(b.float()))
+    exact = [_error(*pair) for pair in _head_gradients(torch.bfloat16, 0.5)]
+    for known, worse in ((True, 1.03), (False, 1.6)):
+        got = [_error(*pair) for pair in _head_gradients(torch.bfloat16, 6143 / 12289, known)]
+        print(known, got, exact)
+        assert all(a < worse * b for a, b in zip(got, exact))
+
+
+def test_small_gradients_reach_fp16_after_the_factor() -> None:
+    """Softmax over 20,011 columns lies below fp16's normal numbers until the loss scale is in it."""
+    late, early = (_head_gradients(torch.float16, 2.0**16 / 8, known, 2.0**-10)[1] for known in (False, True))
+    off = [float(((got - want).abs() > 0.01 * want.abs()).double().mean()) for got, want in (late, early)]
+    assert off[0] > 0.5 and off[1] < 0.05, off
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

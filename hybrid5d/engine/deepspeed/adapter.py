@@ -92,6 +92,8 @@ class PipelineAdapter(PipelineEngine):
     def _exec_forward_pass(self, buffer_id: int) -> None:
         batch, scale = self.batches[self._forwarded], self.scales[self._forwarded] if self.scales else None
         self._forwarded += 1
+        if scale is not None:
+            batch.upstream = _upstream(self, scale)
         x = None if self.is_first_stage() else self.pipe_buffers["inputs"][buffer_id]
         outputs = DeepSpeedEngine.forward(self, x, batch)
         if not self.is_last_stage():
@@ -212,6 +214,7 @@ class PlainAdapter(DeepSpeedEngine):
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         for i, (batch, scale) in enumerate(zip(batches, scales, strict=True)):
             self.set_gradient_accumulation_boundary(i == len(batches) - 1)
+            batch.upstream = _upstream(self, scale)
             loss = DeepSpeedEngine.forward(self, None, batch) * scale
             total += loss.detach().float()
             self.backward(loss)
@@ -222,6 +225,17 @@ class PlainAdapter(DeepSpeedEngine):
         self.module.eval()
         with torch.no_grad():
             return [DeepSpeedEngine.forward(self, None, batch) for batch in batches]
+
+
+def loss_scale(optimizer: Any) -> float:
+    """fp16's factor on the loss as it is now, 1 in other precisions."""
+    scaler = getattr(optimizer, "loss_scaler", None)
+    return 1.0 if scaler is None else float(scaler.cur_scale)
+
+
+def _upstream(engine: DeepSpeedEngine, scale: float) -> float:
+    """What DeepSpeed calls backward of a micro-batch's loss with, where that is multiplied by `scale` first."""
+    return scale * loss_scale(engine.optimizer) / engine.gradient_accumulation_steps()
 
 
 def build_adapter(
