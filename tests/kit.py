@@ -1,15 +1,18 @@
-"""Tiny awkward models, ragged rows, and the independent reference: a plain one-process loop on the HF class."""
+"""Tiny awkward models and ragged rows; the independent reference is `hybrid5d.check.reference`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 
+from hybrid5d.check.compare import Trace as Trace
+from hybrid5d.check.reference import Recipe as Recipe
+from hybrid5d.check.reference import document_loss_sum as document_loss_sum
+from hybrid5d.check.reference import documents_of as documents_of
+from hybrid5d.check.reference import hf_model as hf_model
+from hybrid5d.check.reference import reference as reference
 from hybrid5d.data.types import IGNORE_INDEX, Document, StepBatch, shift_labels
 
 COMMON = {
@@ -49,24 +52,6 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
-
-
-def hf_model(config: dict[str, Any], seed: int = 0) -> Any:
-    """The HF model of a config, with norm weights from U(0.5, 1.5) and biases from N(0, 0.1)."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation="sdpa")
-    model = model.float()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if name.endswith(".bias"):
-                p.normal_(0, 0.1)
-            elif p.dim() == 1:
-                p.uniform_(0.5, 1.5)
-            else:
-                p.normal_(0, 0.08)
-    return model
 
 
 def save_model(config: dict[str, Any], folder: Path, seed: int = 0) -> Path:
@@ -120,69 +105,3 @@ def step_batch(rows: list[Any], dp: int, dp_rank: int, micro: int) -> StepBatch:
     mine = packed[dp_rank * per : (dp_rank + 1) * per]
     batches = tuple(tuple(mine[i : i + micro]) for i in range(0, per, micro))
     return StepBatch(batches, tuple(d.row_id for row in packed for d in row))
-
-
-def documents_of(rows: list[Any]) -> list[Document]:
-    """All documents of packed or plain rows."""
-    return [d for row in rows for d in (row if isinstance(row, tuple) else (row,))]
-
-
-@dataclass
-class Trace:
-    """What a run did: per step loss and norm; first gradients and last weights by HF name."""
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    grads: dict[str, np.ndarray] = field(default_factory=dict)
-    weights: dict[str, np.ndarray] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Optimizer of a test run."""
-
-    optimizer: str = "sgd"
-    lr: float = 0.5
-    clip: float = 0.0
-    weight_decay: float = 0.0
-    eps: float = 1e-8
-    steps: int = 3
-
-
-def _optimizer(model: Any, recipe: Recipe) -> torch.optim.Optimizer:
-    if recipe.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=recipe.lr)
-    decay = [p for p in model.parameters() if p.dim() > 1 and p.requires_grad]
-    rest = [p for p in model.parameters() if p.dim() <= 1 and p.requires_grad]
-    groups = [{"params": decay, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), eps=recipe.eps)
-
-
-def document_loss_sum(model: Any, d: Document) -> torch.Tensor:
-    """Sum of the cross entropy over one document's labels."""
-    positions = None if d.position_ids is None else torch.from_numpy(d.position_ids)[None]
-    logits = model(torch.from_numpy(d.input_ids)[None], position_ids=positions).logits[0]
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(logits, torch.from_numpy(d.labels), ignore_index=IGNORE_INDEX, reduction="sum")
-
-
-def reference(model: Any, steps: list[list[Any]], recipe: Recipe) -> Trace:
-    """Plain loop: loss = sum of CE over all valid labels of the global batch / their count."""
-    optimizer, trace = _optimizer(model, recipe), Trace()
-    for packed in steps:
-        rows = documents_of(packed)
-        optimizer.zero_grad()
-        valid = sum(int((d.labels != IGNORE_INDEX).sum()) for d in rows)
-        loss = sum(document_loss_sum(model, d) for d in rows) / max(valid, 1)
-        loss.backward()
-        params = [p for p in model.parameters() if p.requires_grad]
-        norm = torch.nn.utils.clip_grad_norm_(params, float("inf"))
-        if not trace.grads:
-            trace.grads = {n: p.grad.numpy().copy() for n, p in model.named_parameters() if p.grad is not None}
-        if recipe.clip:
-            torch.nn.utils.clip_grad_norm_(params, recipe.clip)
-        optimizer.step()
-        trace.losses.append(loss.item())
-        trace.norms.append(float(norm))
-    trace.weights = {n: p.detach().numpy().copy() for n, p in model.named_parameters()}
-    return trace

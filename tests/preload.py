@@ -1,38 +1,10 @@
-"""Imported once by the fork server, so that every test rank starts warm.
+"""What the fork server of the tests' ranks imports."""
 
-Each rank of each test would import these anew (and compile them where bytecode is not written).
-"""
+import hybrid5d.check.preload  # noqa: I001  first: it settles the environment
 
-import contextlib
 import gc
-import importlib
-import io
-import os
+import tests.engine_kit  # noqa: F401
+import hybrid5d.launch.run  # noqa: F401
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-MODULES = (
-    "torch._dynamo",
-    "torch.distributed.tensor",
-    "deepspeed.runtime.zero.muon.original_muon",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
-    "deepspeed.module_inject.auto_ep_layer",
-    "deepspeed.ops.op_builder.all_ops",
-    "deepspeed.utils",
-    "hybrid5d.launch.run",
-    "hybrid5d.data.build",
-    "hybrid5d.engine.build",
-    "hybrid5d.checkpoint.save_load",
-    "hybrid5d.checkpoint.export",
-    "tests.engine_kit",
-)
-with contextlib.redirect_stdout(io.StringIO()):
-    for name in MODULES:
-        importlib.import_module(name)
-    import deepspeed
-    import torch
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"]  # the first look probes every op: half a second
-    deepspeed.utils.logger.setLevel("WARNING")
-    torch.set_num_threads(1)
 gc.collect()
-gc.freeze()  # a collection in a rank would walk, and so copy, the whole image
+gc.freeze()
