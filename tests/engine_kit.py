@@ -93,7 +93,7 @@ def assemble(all_shards: list[Shards]) -> dict[str, np.ndarray]:
     """Full tensors by HF name; copies of one run must be bitwise equal, and no element NaN."""
     full, differ = join(all_shards)
     assert not differ, f"copies differ: {differ}"
-    assert not (nan := [name for name, tensor in full.items() if np.isnan(tensor).any()]), f"NaN in {nan}"
+    assert not (nan := _with_nan(full)), f"NaN in {nan}"
     return full
 
 
@@ -116,9 +116,17 @@ def _train_job(layout: Layout, job: Job) -> RankRun:
 
 
 def train_layout(layout: Layout, jobs: list[Job], timeout: float = 240, backend: str | None = None) -> list[Trace]:
-    """Train each job on all ranks of a layout; every rank must report the same numbers."""
+    """Train each job on all ranks of a layout; every rank must report the same numbers and hold the same copies."""
     ranks = run_ranks(layout.world, _train_rank, layout, jobs, timeout=timeout, backend=backend)
-    return [joined(per_rank) for per_rank in zip(*ranks)]
+    traces = [joined(per_rank) for per_rank in zip(*ranks)]
+    for trace in traces:
+        assert not trace.copies, f"copies differ: {trace.copies}"
+        assert not (nan := _with_nan({**trace.weights, **trace.grads})), f"NaN in {nan}"
+    return traces
+
+
+def _with_nan(tensors: dict[str, np.ndarray]) -> list[str]:
+    return [name for name, tensor in tensors.items() if np.isnan(tensor).any()]
 
 
 def compare(got: Trace, want: Trace, precision: str = "fp32", **changed: float) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from hybrid5d.check import ranks
 from hybrid5d.check.ranks import RankFailure as RankFailure
-from hybrid5d.check.ranks import join_group as join_group
 
 
 def run_ranks(

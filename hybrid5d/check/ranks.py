@@ -35,7 +35,7 @@ PRELOAD = "hybrid5d.check.preload"
 _GRACE = 0.5  # seconds that peers of a failed rank get to say their own reason
 
 
-class RankFailure(AssertionError):
+class RankFailure(RuntimeError):
     """A rank raised, died or ran out of time."""
 
 
