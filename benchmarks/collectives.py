@@ -64,7 +64,7 @@ def work(rank: int, n: int, port: int, arguments: argparse.Namespace, results: A
     rows = []
     for name in arguments.ops:
         for size in SIZES if name != "barrier" else SIZES[:1]:
-            if size > arguments.most:
+            if not arguments.least <= size <= arguments.most and name != "barrier":
                 continue
             calls = {side: operations(n, rank, size, group)[name] for side, group in groups.items()}
             row = measure(calls, groups["gloo"], repeats(size, n))
@@ -162,6 +162,7 @@ def main() -> None:
     names = ["all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "barrier"]
     parser.add_argument("--ops", nargs="+", default=names, choices=names)
     parser.add_argument("--most", type=int, default=SIZES[-1], help="largest size in bytes")
+    parser.add_argument("--least", type=int, default=SIZES[0], help="smallest size in bytes")
     parser.add_argument("--write", type=Path, help="write PATH.json, PATH.md and PATH.png")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")

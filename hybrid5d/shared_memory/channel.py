@@ -11,22 +11,25 @@ Tensors here are contiguous and 1-D; `x`, `out` and parts are this rank's own me
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybrid5d.shared_memory.progress import Need
-from hybrid5d.shared_memory.reduce import reduce_into
+from hybrid5d.shared_memory.reduce import pairwise, reduce_into
 from hybrid5d.shared_memory.segment import WORD, Segment
 
 SMALL = 32 << 10  # bytes of a slot of the segment that every group has
-LARGE = 512 << 10  # bytes of a slot of the segment that the first larger message asks for
+LARGE = (512 << 10, 4 << 20)  # bytes of a slot of the segments that the first larger messages ask for
+_LEAP = 1 << 20  # bytes of a message from which on it takes the largest slots
 ROW = 16  # words
 ADDRESS = 8  # words
-PHASE, SIGNATURE, STATE, GROWN, LARGE_AT = 0, 1, 3, 4, 5  # words of a row; a signature for each parity of the phase
+# words of a row; a signature for each parity of the phase; for each size of larger slots an answer and an address
+PHASE, SIGNATURE, STATE, GROWN, GROWN_WORDS = 0, 1, 3, 4, 6
 JOINED, LEFT, FAILED = 1, 2, 3
+_GROWING = -2  # in the place of a phase: level 0 of the larger slots; -3: level 1
 _CALLS = "all_reduce reduce broadcast all_gather gather scatter reduce_scatter all_to_all barrier"
 CODES = {name: i for i, name in enumerate(_CALLS.split(), start=1)}
 _NAMES = {i: name for name, i in CODES.items()}
@@ -81,11 +84,12 @@ class Channel:
         self.rows = [first + k * ROW for k in range(n)]
         self._pairs, self.row = pairs, self.rows[rank]
         self.others = tuple(k for k in range(n) if k != rank)
+        self._other_rows = tuple(self.rows[k] for k in self.others)
         self.phase = 0
         self._small = Slots(segment.data, slots, n, SMALL)
-        self._large: Slots | None = None
-        self._large_segment: Segment | None = None
-        self._tried = False
+        self._large: list[Slots | None] = []  # by level, as far as they were asked for
+        self._segments: list[Segment] = []
+        self._plans: dict[tuple[torch.dtype, int, int], tuple[int, Callable[..., Tensor] | None]] = {}
         self.words[self.row + STATE] = JOINED
 
     def pair(self, source: int, target: int) -> int:
@@ -128,44 +132,51 @@ class Channel:
 
     def _slots(self, size: int) -> Get:
         """Slots for messages of `size` bytes, which must be the same on all ranks."""
-        if size > SMALL and not self._tried:
-            yield from self._grow()
-        return self._small if size <= SMALL or self._large is None else self._large
+        if size <= SMALL:
+            return self._small
+        level = int(size > _LEAP)
+        while len(self._large) <= level:
+            yield from self._grow(len(self._large))
+        return self._large[level] or self._large[0] or self._small
 
-    def _grow(self) -> Run:
-        """Map larger slots; where there is no room for them on one rank, all stay with the small ones."""
-        words, at = self.words, self.rows[0] + LARGE_AT
-        segment, fine = None, 1
+    def _grow(self, level: int) -> Run:
+        """Map larger slots; where there is no room for them on one rank, all stay with the smaller ones."""
+        words, answer = self.words, GROWN + level * GROWN_WORDS
+        first, size = self.rows[0] + answer, self.n * 2 * LARGE[level]
+        segment, fine, need = None, 1, (self.others, _GROWING - level)
         if self.rank == 0:
             try:
-                segment, address = Segment.create(self.n * 2 * LARGE)
-                for i, word in enumerate(address):
-                    words[at + i] = word
+                segment, address = Segment.create(size)
+                for i, word in enumerate(address, start=1):
+                    words[first + i] = word
             except OSError:
                 fine = 2
         else:
-            while not words[self.rows[0] + GROWN]:
-                yield (0,), 0
+            need_first = ((0,), _GROWING - level)
+            while not words[first]:
+                yield need_first
             try:
-                segment = Segment.open(tuple(words[at : at + 5])) if words[self.rows[0] + GROWN] == 1 else None
+                segment = Segment.open(tuple(words[first + 1 : first + 6])) if words[first] == 1 else None
             except OSError:
                 fine = 2
-            if segment is not None and segment.size != self.n * 2 * LARGE:
+            if segment is not None and segment.size != size:
                 raise RuntimeError(f"group rank 0 announced a segment of {segment.size} bytes")
-        words[self.row + GROWN] = fine
+        words[self.row + answer] = fine
         for k in self.others:
-            while not words[self.rows[k] + GROWN]:
-                yield self.others, 0
+            while not words[self.rows[k] + answer]:
+                yield need
         if segment is not None:
             segment.close_file()
-        self._tried = True
-        if segment is not None and all(words[row + GROWN] == 1 for row in self.rows):
-            self._large_segment, self._large = segment, Slots(segment.data, 0, self.n, LARGE)
+        if segment is not None and all(words[row + answer] == 1 for row in self.rows):
+            self._segments.append(segment)
+            self._large.append(Slots(segment.data, 0, self.n, LARGE[level]))
+        else:
+            self._large.append(None)
 
     def blockers(self, need: Need) -> list[int]:
-        """Peers that have not reached a phase, or not answered where the slots grow (phase 0)."""
+        """Peers that have not reached a phase, or not answered where the slots grow (phase _GROWING and below)."""
         peers, phase = need
-        at = GROWN if phase == 0 else PHASE
+        at = GROWN + (_GROWING - phase) * GROWN_WORDS if phase <= _GROWING else PHASE
         return [k for k in peers if self.words[self.rows[k] + at] < max(phase, 1)]
 
     # --- collectives --------------------------------------------------------------------------------------------------
@@ -178,6 +189,9 @@ class Channel:
     def all_reduce(self, x: Tensor, kind: Any) -> Run:
         """Two ranks, or little data: everyone reduces all of it. Else rank r reduces the r-th part and all copy it."""
         n, size = self.n, x.numel() * x.itemsize
+        if size <= SMALL:
+            yield from self._reduce_small(x, kind)
+            return
         signature = _signature("all_reduce", size, x.dtype, kind)
         slots = yield from self._slots(size)
         step = slots.size // x.itemsize
@@ -190,10 +204,45 @@ class Channel:
             yield from self._read(self.others, signature)
             if n == 2:
                 reduce_into(piece, [piece, views[1]] if self.rank == 0 else [views[0], piece], kind)
-            elif size <= SMALL:
-                reduce_into(piece, views, kind)
             else:
                 yield from self._reduce_parts(piece, views, kind, signature)
+
+    def _plan(self, dtype: torch.dtype, numel: int, kind: Any) -> tuple[int, Callable[..., Tensor] | None]:
+        """Signature and function of a small all-reduce: looked up, as building them takes longer than the sum."""
+        key = (dtype, numel, kind.value)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) > 200:
+                self._plans.clear()
+            simple = pairwise(kind, dtype) if self.n == 2 else None
+            plan = self._plans[key] = _signature("all_reduce", numel * dtype.itemsize, dtype, kind), simple
+        return plan
+
+    def _reduce_small(self, x: Tensor, kind: Any) -> Run:
+        """One slot holds it, everyone reduces all of it. The latency of small messages is the Python of this function."""
+        if not x.numel():
+            return
+        (signature, simple), words, phase = self._plan(x.dtype, x.numel(), kind), self.words, self.phase
+        for row in self._other_rows:
+            if words[row] < phase:
+                yield from self._begin()
+                break
+        views = self._small.next(x.dtype, x.numel())
+        views[self.rank].copy_(x)
+        self._publish(signature)
+        phase += 1
+        for row in self._other_rows:
+            if words[row] < phase:
+                yield from self._until(self.others, phase)
+                break
+        at = SIGNATURE + (phase & 1)
+        for row in self._other_rows:
+            if words[row + at] != signature:
+                yield from self._read(self.others, signature)
+        if simple is not None:
+            simple(views[0], views[1], out=x)
+        else:
+            reduce_into(x, views, kind)
 
     def _reduce_parts(self, piece: Tensor, views: Sequence[Tensor], kind: Any, signature: int) -> Run:
         per = -(-piece.numel() // self.n)

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import datetime
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,141 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid5d.shared_memory.channel import FAILED, LARGE, LEFT, STATE, Channel
-from hybrid5d.shared_memory.mailbox import Outbox, Post, SendWork
-from hybrid5d.shared_memory.peers import Process, Watch
-from hybrid5d.shared_memory.progress import Need, Queue, Steps, Work, activate, deactivate, lock
+from hybrid5d.shared_memory.channel import LARGE, Channel
+from hybrid5d.shared_memory.endpoint import Endpoint
+from hybrid5d.shared_memory.mailbox import SendWork
+from hybrid5d.shared_memory.memory import Staged, as_bytes, plain, ready, same
+from hybrid5d.shared_memory.progress import Steps, Work, activate, lock
 from hybrid5d.shared_memory.reduce import check_reduction
-
-_LINGER = 10.0  # seconds that a rank which leaves waits for receivers that have not yet opened its mailbox
-
-
-class Members:
-    """The ranks of a group: their processes, and their global numbers for messages."""
-
-    def __init__(self, processes: Sequence[Process], ranks: Sequence[int]):
-        self.processes, self.ranks = tuple(processes), tuple(ranks)
-        self.watch = Watch(self.processes)
-
-
-class Endpoint:
-    """What a rank does in one group. Implements `progress.Mover`."""
-
-    def __init__(self, channel: Channel, members: Members):
-        self.channel, self.members = channel, members
-        self.error: Exception | None = None
-        self.queue = Queue(self)
-        self.talking = False  # whether a send or a receive is under way
-        boxes = {k: Outbox(self._announcer(k)) for k in channel.others}
-        self.post = Post(channel.rank, boxes, self._address)
-        self.post.peers = channel.others
-
-    def _announcer(self, target: int) -> Callable[[tuple[int, ...]], None]:
-        def announce(address: tuple[int, ...]) -> None:
-            at = self.channel.pair(self.channel.rank, target)
-            for i, word in enumerate(address, start=1):
-                self.channel.words[at + i] = word
-            self.channel.words[at] = 1
-
-        return announce
-
-    def _address(self, source: int) -> tuple[int, ...] | None:
-        at = self.channel.pair(source, self.channel.rank)
-        return tuple(self.channel.words[at + 1 : at + 6]) if self.channel.words[at] == 1 else None
-
-    def pump(self) -> None:
-        if self.queue:
-            self.queue.pump()
-        if self.talking:
-            try:
-                self.post.pump()
-            except Exception as exc:
-                self.fail(exc)
-            self.talking = self.post.busy()
-        elif not self.queue:
-            deactivate(self)
-
-    def blockers(self, need: Need) -> Sequence[int]:
-        return need[0] if need[1] < 0 else self.channel.blockers(need)
-
-    def lost(self, peers: Sequence[int]) -> str | None:
-        reasons = {k: reason for k in peers if (reason := self._failure(k))}
-        if not reasons or (self._any_will_do(peers) and len(reasons) < len(peers)):
-            return None
-        k, reason = next(iter(reasons.items()))
-        return f"rank {self.members.ranks[k]} (process {self.members.processes[k].pid}) {reason}"
-
-    def _any_will_do(self, peers: Sequence[int]) -> bool:
-        """A receive from anyone waits for the last peer that lives."""
-        return peers is self.channel.others and not self.queue and len(peers) > 1
-
-    def _failure(self, k: int) -> str | None:
-        state = self.channel.words[self.channel.rows[k] + STATE]
-        if state in (LEFT, FAILED):
-            return "has left the group" if state == LEFT else "has given the group up"
-        return self.members.watch.failure(k)
-
-    def fail(self, error: Exception) -> None:
-        self.error = error
-        self.channel.leave(FAILED)
-        self.queue.fail(error)
-        self.post.fail(error)
-        deactivate(self)
-
-    def leave(self) -> None:
-        """Say goodbye; first, peers that have messages in a mailbox they never opened get the time to open it."""
-        end = time.monotonic() + _LINGER
-        boxes = {k: box for k, box in self.post.outboxes.items() if self.error is None and box.unopened()}
-        while any(box.unopened() and not self._failure(k) for k, box in boxes.items()) and time.monotonic() < end:
-            time.sleep(1e-3)
-        self.channel.leave(LEFT if self.error is None else FAILED)
-        self.members.watch.close()
-
-
-def _bytes(x: Tensor) -> Tensor:
-    """A contiguous tensor as its bytes."""
-    if x.numel() == 0:
-        return x.new_empty(0, dtype=torch.uint8)
-    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # one element may be contiguous with any stride
-
-
-def _plain(x: Tensor) -> Tensor:
-    """The tensor without its history (what arrives in it is no step of autograd).
-
-    Raises:
-        ValueError: not dense memory of this host.
-    """
-    if x.device.type != "cpu" or x.layout != torch.strided:
-        raise ValueError(f"the backend shm takes dense CPU tensors, got {x.layout} on {x.device}")
-    return x.data
-
-
-class _Staged:
-    """Contiguous copies of tensors that are not; `finish` writes those back that were to be changed."""
-
-    def __init__(self) -> None:
-        self._back: list[tuple[Tensor, Tensor]] = []
-
-    def read(self, x: Tensor) -> Tensor:
-        x = _plain(x)
-        if x.is_conj() or x.is_neg():
-            x = x.resolve_conj().resolve_neg()
-        return x.contiguous()
-
-    def write(self, x: Tensor, keep: bool = True) -> Tensor:
-        """`keep`: what it holds now is needed too."""
-        x = _plain(x)
-        if x.is_contiguous() and not x.is_conj() and not x.is_neg():
-            return x
-        copy = x.resolve_conj().resolve_neg().contiguous() if keep else torch.empty(x.shape, dtype=x.dtype)
-        if copy.data_ptr() == x.data_ptr():
-            copy = copy.clone()
-        self._back.append((x, copy))
-        return copy
-
-    def finish(self) -> None:
-        for x, copy in self._back:
-            x.copy_(copy)
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
@@ -197,13 +67,16 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # --- running ------------------------------------------------------------------------------------------------------
 
-    def _run(self, name: str, tensors: Any, steps: Steps, staged: _Staged | None, opts: Any = None) -> Work:
+    def _run(self, name: str, tensors: Any, steps: Steps, staged: Staged | None, opts: Any = None) -> Work:
+        """Begin an operation. One that its caller waits for at once, and that is done at once, needs no work object."""
         end = self._end
         assert end is not None
         if end.error is not None:
             raise dist.DistBackendError(f"{name}: the group cannot be used any more: {end.error}")
-        if staged is not None and staged._back:
+        if staged:
             steps = _then(steps, staged.finish)
+        if opts is not None and not opts.asyncOp and end.queue.at_once(steps):
+            return None  # type: ignore[return-value]  # as torch.distributed allows for calls that are not asynchronous
         return end.queue.add(Work(end, name, tensors, self._limit(opts)), steps)
 
     def _limit(self, opts: Any) -> float:
@@ -215,7 +88,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
         if isinstance(tensors, Tensor):
             tensors = [tensors]
-        kind = check_reduction(dist.ReduceOp.SUM if opts is None else opts.reduceOp, tensors[0].dtype)
+        x = tensors[0]
+        kind = check_reduction(dist.ReduceOp.SUM if opts is None else opts.reduceOp, x.dtype)
+        if self._end is not None and len(tensors) == 1 and ready(x):
+            flat = x if x.dim() == 1 else x.view(-1)
+            return self._run("all_reduce", tensors, self._end.channel.all_reduce(flat, kind), None, opts)
         return self._all_reduce("all_reduce", tensors, kind, opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
@@ -223,12 +100,16 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._all_reduce("all_reduce", tensors, kind, opts)
 
     def _all_reduce(self, name: str, tensors: Sequence[Tensor], kind: Any, opts: Any) -> Work:
-        staged = _Staged()
+        staged = Staged()
         flat = [staged.write(x).view(-1) for x in tensors]
         if self._end is None:
             return Work(None, name, tensors, 0.0)
         channel = self._end.channel
-        if len(flat) > 1 and len({x.dtype for x in flat}) == 1 and sum(x.numel() * x.itemsize for x in flat) <= LARGE:
+        if (
+            len(flat) > 1
+            and len({x.dtype for x in flat}) == 1
+            and sum(x.numel() * x.itemsize for x in flat) <= LARGE[0]
+        ):
             return self._run(name, tensors, _together(channel, flat, kind), staged, opts)
         steps = (
             _chain([channel.all_reduce(x, kind) for x in flat]) if len(flat) > 1 else channel.all_reduce(flat[0], kind)
@@ -239,7 +120,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Only the root's tensor changes."""
         root = 0 if opts is None else opts.rootRank
         kind = check_reduction(dist.ReduceOp.SUM if opts is None else opts.reduceOp, tensors[0].dtype)
-        staged = _Staged()
+        staged = Staged()
         write = staged.write if self._me == root else staged.read
         flat = [write(x).view(-1) for x in tensors]
         if self._end is None:
@@ -248,12 +129,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._run("reduce", tensors, _chain([channel.reduce(x, root, kind) for x in flat]), staged, opts)
 
     def _reduce_scatter(self, pairs: Sequence[tuple[Tensor, Sequence[Tensor]]], opts: Any, outs: Any) -> Work:
-        staged, steps = _Staged(), []
+        staged, steps = Staged(), []
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         for out, parts in pairs:
             kind = check_reduction(op, out.dtype)
             for part in parts:
-                _same("reduce_scatter", part, out)
+                same("reduce_scatter", part, out)
             flat = [staged.read(p).view(-1) for p in parts]
             target = staged.write(out, keep=False).view(-1)
             if self._end is None:
@@ -289,9 +170,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:
         if isinstance(tensors, Tensor):
             tensors = [tensors]
-        root, staged = 0 if opts is None else opts.rootRank, _Staged()
+        root, staged = 0 if opts is None else opts.rootRank, Staged()
         write = staged.read if self._me == root else staged.write
-        flat = [_bytes(write(x)) for x in tensors]
+        flat = [as_bytes(write(x)) for x in tensors]
         if self._end is None:
             return Work(None, "broadcast", tensors, 0.0)
         channel = self._end.channel
@@ -301,12 +182,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._run("broadcast", tensors, steps, staged, opts)
 
     def _all_gather(self, pairs: Sequence[tuple[Sequence[Tensor], Tensor]], opts: Any, outs: Any) -> Work:
-        staged, steps = _Staged(), []
+        staged, steps = Staged(), []
         for targets, x in pairs:
             for out in targets:
-                _same("all_gather", out, x)
-            flat = [_bytes(staged.write(out, keep=False)) for out in targets]
-            mine = _bytes(staged.read(x))
+                same("all_gather", out, x)
+            flat = [as_bytes(staged.write(out, keep=False)) for out in targets]
+            mine = as_bytes(staged.read(x))
             if self._end is None:
                 flat[0].copy_(mine)
             else:
@@ -327,29 +208,30 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self.all_gather_single_coalesced([out], [x], opts)
 
     def all_gather_single_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Work:
-        staged, pairs = _Staged(), []
+        staged, pairs = Staged(), []
         for out, x in zip(outs, ins):
             whole = staged.write(out, keep=False)
             pairs.append((self._split("all_gather", whole, x), x))
         work = self._all_gather(pairs, opts, outs)
         return self._finishing(work, staged)
 
-    def _finishing(self, work: Work, staged: _Staged) -> Work:
+    def _finishing(self, work: Work, staged: Staged) -> Work:
         """Write staged results back when the work is done: a strided output of a single-tensor form is rare."""
-        if staged._back:
-            work.wait()
+        if staged:
+            if work is not None:
+                work.wait()
             staged.finish()
         return work
 
     def gather(self, outs: Any, ins: Any, opts: Any) -> Work:
-        root, staged, steps = opts.rootRank, _Staged(), []
+        root, staged, steps = opts.rootRank, Staged(), []
         for i, x in enumerate(ins):
             targets = None
             if self._me == root:
                 for out in outs[i]:
-                    _same("gather", out, x)
-                targets = [_bytes(staged.write(out, keep=False)) for out in outs[i]]
-            mine = _bytes(staged.read(x))
+                    same("gather", out, x)
+                targets = [as_bytes(staged.write(out, keep=False)) for out in outs[i]]
+            mine = as_bytes(staged.read(x))
             if self._end is None:
                 assert targets is not None
                 targets[0].copy_(mine)
@@ -361,14 +243,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._run("gather", outs, _chain(steps), staged, opts)
 
     def scatter(self, outs: Any, ins: Any, opts: Any) -> Work:
-        root, staged, steps = opts.rootRank, _Staged(), []
+        root, staged, steps = opts.rootRank, Staged(), []
         for i, out in enumerate(outs):
             parts = None
             if self._me == root:
                 for part in ins[i]:
-                    _same("scatter", part, out)
-                parts = [_bytes(staged.read(part)) for part in ins[i]]
-            target = _bytes(staged.write(out, keep=False))
+                    same("scatter", part, out)
+                parts = [as_bytes(staged.read(part)) for part in ins[i]]
+            target = as_bytes(staged.write(out, keep=False))
             if self._end is None:
                 assert parts is not None
                 target.copy_(parts[0])
@@ -380,7 +262,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._run("scatter", outs, _chain(steps), staged, opts)
 
     def all_to_all_single(self, out: Tensor, x: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None) -> Work:
-        staged = _Staged()
+        staged = Staged()
         targets = self._rows(staged.write(out, keep=False), out_sizes)
         even = not out_sizes and not in_sizes
         return self._all_to_all(targets, self._rows(staged.read(x), in_sizes), staged, opts, [out], even)
@@ -397,14 +279,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return list(x.split(list(sizes)))
 
     def alltoall(self, outs: Any, ins: Any, opts: Any = None) -> Work:
-        staged = _Staged()
+        staged = Staged()
         targets = [staged.write(out, keep=False) for out in outs]
         return self._all_to_all(targets, [staged.read(x) for x in ins], staged, opts, outs)
 
-    def _all_to_all(
-        self, targets: Any, parts: Any, staged: _Staged, opts: Any, outs: Any, even: bool = False
-    ) -> Work:
-        to, of = [_bytes(t) for t in targets], [_bytes(p) for p in parts]
+    def _all_to_all(self, targets: Any, parts: Any, staged: Staged, opts: Any, outs: Any, even: bool = False) -> Work:
+        to, of = [as_bytes(t) for t in targets], [as_bytes(p) for p in parts]
         if self._end is None:
             to[0].copy_(of[0])
             staged.finish()
@@ -422,7 +302,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Buffered: the wait ends when the tensor may be overwritten, whether or not it is received."""
         end = self._usable("send")
         work = SendWork(end, f"send to group rank {dst}", tensors, self._seconds)
-        work.data, work.tag, work.sent, work.started = _bytes(_Staged().read(tensors[0])), tag, 0, False
+        work.data, work.tag, work.sent, work.started = as_bytes(Staged().read(tensors[0])), tag, 0, False
         work.need = ((dst,), -1)
         box = end.post.outboxes[dst]
         work.stalled = box.stalled
@@ -442,13 +322,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _receive(self, tensors: Any, source: int | None, tag: int) -> Work:
         end = self._usable("recv")
         what = "recv from any rank" if source is None else f"recv from group rank {source}"
-        x = _plain(tensors[0])
+        x = plain(tensors[0])
         work = _Receive(end, what, tensors, self._seconds)
         staged = torch.empty(x.shape, dtype=x.dtype) if not x.is_contiguous() else x
         work.back = None if staged is x else (x, staged)
         work.need = (end.channel.others if source is None else (source,), -1)
         with lock:
-            end.post.receive(work, source, tag, _bytes(staged))
+            end.post.receive(work, source, tag, as_bytes(staged))
             if not work.done:
                 end.talking = True
                 activate(end)
@@ -480,12 +360,6 @@ class _Receive(Work):
             self.back[0].copy_(self.back[1])
             self.back = None
         return True
-
-
-def _same(name: str, x: Tensor, like: Tensor) -> None:
-    if x.numel() != like.numel() or x.dtype != like.dtype:
-        text = f"{tuple(x.shape)} of {x.dtype} and {tuple(like.shape)} of {like.dtype}"
-        raise ValueError(f"{name}: tensors differ in size or dtype: {text}")
 
 
 def _then(steps: Steps, action: Callable[[], None]) -> Steps:

@@ -19,7 +19,8 @@ from typing import Any
 import torch.distributed as dist
 
 from hybrid5d.shared_memory.channel import Channel, segment_size
-from hybrid5d.shared_memory.group import Endpoint, Members, SharedMemoryGroup
+from hybrid5d.shared_memory.endpoint import Endpoint, Members
+from hybrid5d.shared_memory.group import SharedMemoryGroup
 from hybrid5d.shared_memory.peers import Process, host_identity
 from hybrid5d.shared_memory.progress import pace
 from hybrid5d.shared_memory.segment import FOLDER, WORD, Segment

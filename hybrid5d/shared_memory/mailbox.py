@@ -15,16 +15,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hybrid5d.shared_memory.progress import Work
+from hybrid5d.shared_memory.progress import Work, pace
 from hybrid5d.shared_memory.segment import PAGE, WORD, Segment
 
 RING = 256 << 10  # bytes of a pair's first ring
-_KEEP = 4 << 20  # a larger ring is given up once it is empty and small messages follow
+_KEEP = 8 << 20  # a larger ring is given up once it is empty and small messages follow
 UNIT = 64  # bytes of a header; payloads are rounded up to it
 FRAGMENT = 64 << 10  # bytes of a message that are announced at once
 WRITTEN, READ, OPENED, WANTED = 16, 32, 48, 64  # words of a ring's first page, a cache line each
 _DATA, _CONTINUED = 1, 2
-_PATIENCE = 1e-3  # seconds that a send waits for a receiver that is there
 
 
 def _units(size: int) -> int:
@@ -64,6 +63,9 @@ class Outbox:
         idle = self._capacity > _KEEP and self._written == self._ring.words[READ]
         if idle and self.queue and self.queue[0].data.numel() < RING and not self.queue[0].started:
             self._continue(RING)
+        elif self.queue and self._capacity < _KEEP and self.queue[0].data.numel() + 2 * UNIT > self._capacity:
+            if not self.queue[0].started:
+                self._continue(min(2 * self.queue[0].data.numel() + PAGE, _KEEP))
         while self.queue and self._push(self.queue[0]):
             self.queue.popleft().done = True
 
@@ -98,6 +100,7 @@ class Outbox:
             work.started = True
             self._written += UNIT + _units(length)
             ring.words[WRITTEN] = self._written
+            pace.moves += 1
         return True
 
     def _header(self, *values: int) -> None:
@@ -114,7 +117,7 @@ class Outbox:
         read, now = ring.words[READ], time.monotonic()
         if read != self._seen[0] or not self._seen[1]:
             self._seen = read, now
-        if ring.words[WANTED] and now - self._seen[1] < _PATIENCE:
+        if ring.words[WANTED] and now - self._seen[1] < pace.patience:
             return
         waiting = sum(w.data.numel() - w.sent + 2 * UNIT for w in self.queue)
         self._continue(max(2 * self._capacity, waiting + waiting // FRAGMENT * 2 * UNIT + PAGE))
@@ -204,6 +207,7 @@ class Inbox:
         message.arrived += length
         self._read += UNIT + _units(length)
         ring.words[READ] = self._read
+        pace.moves += 1
         self.message = None if message.arrived == total else message
         return message
 

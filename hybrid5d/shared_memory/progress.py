@@ -4,7 +4,7 @@ A collective is a generator that stops where a peer has to come first. Nothing r
 called or waited for moves all that this process has begun (MPI's weak progress), and small operations leave their data
 in shared memory when they are begun, so that no peer depends on a later call.
 
-A wait spins, then gives its core away, then sleeps, longer the longer it lasts. How long it spins depends on whether
+A wait spins, then gives its core away, then sleeps, longer the longer nothing moves. How long it spins depends on whether
 the ranks of this host have a core each.
 """
 
@@ -105,6 +105,20 @@ class Queue:
         self._mover = mover
         self._works: deque[tuple[Work, Steps]] = deque()
 
+    def at_once(self, steps: Steps) -> bool:
+        """Carry out an operation as far as a few polls allow; whether that was all of it. Else `add` goes on with it."""
+        with lock:
+            if self._works:
+                return False
+            try:
+                for _ in range(pace.spins):
+                    if next(steps, None) is None:
+                        return True
+            except Exception as exc:
+                self._mover.fail(exc)
+                raise
+        return False
+
     def add(self, work: Work, steps: Steps) -> Work:
         with lock:
             self._works.append((work, steps))
@@ -118,7 +132,9 @@ class Queue:
         while works:
             work, steps = works[0]
             try:
-                work.need = next(steps)
+                need = next(steps)
+                if need is not work.need:
+                    work.need, pace.moves = need, pace.moves + 1
                 return
             except StopIteration:
                 works.popleft()
@@ -157,6 +173,7 @@ class _Pace:
     """How often a wait polls before it yields and before it sleeps."""
 
     def __init__(self) -> None:
+        self.moves = 0  # grows with what this process has done: a wait in which things move starts its pace again
         self.ranks = 1
         self.settle(1)
 
@@ -167,6 +184,7 @@ class _Pace:
         alone = self.ranks <= cores
         self.spins = 5 if alone else 3  # two ranks may be on one core even so: yields let the other run
         self.yielding = 1e-3 if alone else 3e-3  # seconds
+        self.patience = 1e-3 if alone else 20e-3  # seconds that a send waits for a receiver that is there
 
 
 pace = _Pace()
@@ -185,13 +203,16 @@ def drive(work: Work, seconds: float) -> None:
             mover.pump()
         if work.done:
             return
-    begin = time.monotonic()
-    looked = begin
+    looked = moved = begin = time.monotonic()
+    moves = pace.moves
     while True:
         pump_all()
         if work.done:
             return
         waited = (now := time.monotonic()) - begin
+        if moves != pace.moves:
+            moves, moved = pace.moves, now
+        idle = now - moved
         if work.stalled is not None:
             with lock:
                 work.stalled()
@@ -204,10 +225,10 @@ def drive(work: Work, seconds: float) -> None:
                     late = ", ".join(map(str, mover.blockers(work.need)))
                     text = f"{work.what}: timed out after {seconds:g} s, waiting for group ranks {late}"
                     mover.fail(dist.DistBackendError(text))
-        elif waited < pace.yielding:
+        elif idle < pace.yielding:
             os.sched_yield()
         else:
-            time.sleep(next(nap for limit, nap in _NAPS if waited < limit))
+            time.sleep(next(nap for limit, nap in _NAPS if idle < limit))
 
 
 def _look(work: Work, mover: Mover) -> None:

@@ -25,6 +25,7 @@ _FUNCTIONS: dict[Any, Callable[..., Tensor]] = {
     _R.BOR: torch.bitwise_or,
     _R.BXOR: torch.bitwise_xor,
 }
+_CHECKED: set[tuple[int, torch.dtype]] = set()
 _EXACT = (_R.MIN, _R.MAX, _R.BAND, _R.BOR, _R.BXOR)
 
 
@@ -34,7 +35,9 @@ def check_reduction(op: Any, dtype: torch.dtype) -> Any:
     Raises:
         ValueError: it is not one that this backend makes, or not for this dtype.
     """
-    kind = op.op if hasattr(op, "op") else op
+    kind = op.op if isinstance(op, dist.ReduceOp) else op
+    if (kind.value, dtype) in _CHECKED:
+        return kind
     if kind not in _FUNCTIONS:
         raise ValueError(f"the backend shm does not make {kind}")
     bitwise = kind in (_R.BAND, _R.BOR, _R.BXOR)
@@ -44,7 +47,13 @@ def check_reduction(op: Any, dtype: torch.dtype) -> Any:
         raise ValueError(f"{kind} has no meaning for {dtype}")
     if dtype.itemsize == 1 and dtype.is_floating_point:
         raise ValueError(f"the backend shm moves {dtype} but does not sum it")
+    _CHECKED.add((kind.value, dtype))
     return kind
+
+
+def pairwise(kind: Any, dtype: torch.dtype) -> Callable[..., Tensor] | None:
+    """The reduction of two tensors as one call of torch (a, b, out=), where it is no more than that."""
+    return None if kind == _R.AVG or (dtype in _WIDE and kind not in _EXACT) else _FUNCTIONS[kind]
 
 
 def reduce_into(out: Tensor, parts: Sequence[Tensor], kind: Any) -> None:
