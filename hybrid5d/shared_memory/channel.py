@@ -219,7 +219,7 @@ class Channel:
         return plan
 
     def _reduce_small(self, x: Tensor, kind: Any) -> Run:
-        """One slot holds it, everyone reduces all of it. The latency of small messages is the Python of this function."""
+        """One slot holds it, everyone reduces all of it. Written out: its Python is what a small message costs."""
         if not x.numel():
             return
         (signature, simple), words, phase = self._plan(x.dtype, x.numel(), kind), self.words, self.phase

@@ -60,14 +60,18 @@ class Outbox:
         for ring in [r for r in self._unopened if r.words[OPENED]]:
             ring.close_file()
             self._unopened.remove(ring)
-        idle = self._capacity > _KEEP and self._written == self._ring.words[READ]
-        if idle and self.queue and self.queue[0].data.numel() < RING and not self.queue[0].started:
-            self._continue(RING)
-        elif self.queue and self._capacity < _KEEP and self.queue[0].data.numel() + 2 * UNIT > self._capacity:
-            if not self.queue[0].started:
-                self._continue(min(2 * self.queue[0].data.numel() + PAGE, _KEEP))
+        if self.queue and not self.queue[0].started:
+            self._fit(self.queue[0].data.numel())
         while self.queue and self._push(self.queue[0]):
             self.queue.popleft().done = True
+
+    def _fit(self, size: int) -> None:
+        """Before a message of this size: a ring that holds two of them, up to `_KEEP`; one that had to be larger goes."""
+        assert self._ring is not None
+        if self._capacity > _KEEP and size < RING and self._written == self._ring.words[READ]:
+            self._continue(RING)
+        elif self._capacity < min(size + 2 * UNIT, _KEEP):
+            self._continue(min(2 * size + PAGE, _KEEP))
 
     def _new_ring(self, capacity: int, announce: Callable[[tuple[int, ...]], None] | None = None) -> Segment:
         ring, address = Segment.create(PAGE + capacity)

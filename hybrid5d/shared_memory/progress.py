@@ -4,8 +4,8 @@ A collective is a generator that stops where a peer has to come first. Nothing r
 called or waited for moves all that this process has begun (MPI's weak progress), and small operations leave their data
 in shared memory when they are begun, so that no peer depends on a later call.
 
-A wait spins, then gives its core away, then sleeps, longer the longer nothing moves. How long it spins depends on whether
-the ranks of this host have a core each.
+A wait spins, then gives its core away, then sleeps, longer the longer nothing moves. How long it spins depends on
+whether the ranks of this host have a core each.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Queue:
         self._works: deque[tuple[Work, Steps]] = deque()
 
     def at_once(self, steps: Steps) -> bool:
-        """Carry out an operation as far as a few polls allow; whether that was all of it. Else `add` goes on with it."""
+        """Go as far as a few polls allow; whether that was all of the operation. Else `add` goes on with it."""
         with lock:
             if self._works:
                 return False

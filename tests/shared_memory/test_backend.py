@@ -188,12 +188,12 @@ def test_group_of_one() -> None:
 
 @pytest.mark.parametrize("bad", ["sparse", "float8"])
 def test_refusals(bad: str) -> None:
-    from hybrid5d.shared_memory.group import _plain
+    from hybrid5d.shared_memory.memory import plain
     from hybrid5d.shared_memory.reduce import check_reduction
 
     with pytest.raises(ValueError, match="shm"):
         if bad == "sparse":
-            _plain(torch.ones(2, 2).to_sparse())
+            plain(torch.ones(2, 2).to_sparse())
         else:
             check_reduction(dist.ReduceOp.SUM, torch.float8_e5m2)
 
