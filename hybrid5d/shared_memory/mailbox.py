@@ -66,7 +66,7 @@ class Outbox:
             self.queue.popleft().done = True
 
     def _fit(self, size: int) -> None:
-        """Before a message of this size: a ring that holds two of them, up to `_KEEP`; one that had to be larger goes."""
+        """Before a message of this size: a ring that holds two, up to `_KEEP`; one that had to be larger goes."""
         assert self._ring is not None
         if self._capacity > _KEEP and size < RING and self._written == self._ring.words[READ]:
             self._continue(RING)
