@@ -35,7 +35,7 @@ def check_reduction(op: Any, dtype: torch.dtype) -> Any:
     Raises:
         ValueError: it is not one that this backend makes, or not for this dtype.
     """
-    kind = op.op if isinstance(op, dist.ReduceOp) else op  # type: ignore[attr-defined]
+    kind = getattr(op, "op", op)
     if (kind.value, dtype) in _CHECKED:
         return kind
     if kind not in _FUNCTIONS:
