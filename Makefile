@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUN ?= examples/quickstart.yaml
 PROCS ?= 8
+SEED ?= 1
+SEEDS = data.seed=$(SEED) actor.seed=$(SEED)
 # DeepSpeed's launcher starts N processes whatever it finds; this tells it not to look for GPUs where there are none.
 ifeq ($(wildcard /dev/nvidia0),)
 export DS_ACCELERATOR ?= cpu
@@ -13,7 +15,7 @@ endif
 unexport VIRTUAL_ENV
 
 .DEFAULT_GOAL := help
-.PHONY: help install train smoke test test-full test-all unit golden docs lint format types imports ci ds-configs matrix benchmarks soak-shm smollm2 clean
+.PHONY: help install train rl smoke test test-full test-all unit golden docs lint format types imports ci ds-configs matrix benchmarks soak-shm smollm2 clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,6 +29,11 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 
 train: $(STAMP) ## train the quickstart on 8 CPU processes (TP 2 + SP, CP 2, PP 2)
 	$(BIN)/deepspeed --quiet --num_gpus $(PROCS) examples/train.py --config $(RUN) $(WORDS)
+
+rl: $(STAMP) ## supervised, then GRPO from its export, on 8 CPU processes (TP 2 + SP, PP 2, DP 2)
+	$(BIN)/python examples/larger_number.py results/larger-number
+	$(BIN)/deepspeed --quiet --num_gpus 8 examples/train.py --config examples/rl_sft.yaml $(SEEDS)
+	$(BIN)/deepspeed --quiet --num_gpus 8 examples/train.py --config examples/rl.yaml $(SEEDS)
 
 smoke: $(STAMP) ## 20 steps of it
 	$(MAKE) train WORDS="runner.max_steps=20 runner.save_interval=20 runner.experiment_name=smoke"
