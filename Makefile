@@ -31,7 +31,7 @@ train: $(STAMP) ## train the quickstart on 8 CPU processes (TP 2 + SP, CP 2, PP 
 	$(BIN)/deepspeed --quiet --num_gpus $(PROCS) examples/train.py --config $(RUN) $(WORDS)
 
 rl: $(STAMP) ## supervised, then GRPO from its export, on 8 CPU processes (TP 2 + SP, PP 2, DP 2)
-	$(BIN)/python examples/larger_number.py results/larger-number
+	$(BIN)/python examples/larger_number.py --seed $(SEED) results/larger-number
 	$(BIN)/deepspeed --quiet --num_gpus 8 examples/train.py --config examples/rl_sft.yaml $(SEEDS)
 	$(BIN)/deepspeed --quiet --num_gpus 8 examples/train.py --config examples/rl.yaml $(SEEDS)
 
