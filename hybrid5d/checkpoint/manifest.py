@@ -71,7 +71,8 @@ class Manifest:
     """Everything a checkpoint says of itself.
 
     Attributes:
-        step: optimizer steps done.
+        step: steps done.
+        skipped: those of them that changed nothing (fp16 overflows): the schedules do not count them.
         layout: degrees and options it was saved with; information only, any layout can load it.
         precision: of the run; masters and moments are fp32 whatever it is.
         optimizer: `type`, `state` (names of the moments), `step` (its own count).
@@ -86,6 +87,7 @@ class Manifest:
     tensors: Mapping[str, StoredTensor]
     files: Mapping[str, StoredFile]
     loss_scaler: Mapping[str, Any] = field(default_factory=dict)
+    skipped: int = 0
     state: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -149,6 +149,7 @@ def write_shards(state: TrainState, folder: Path, moments: tuple[str, ...], extr
         tensors=tensors,
         files=stored_files,
         loss_scaler=access.loss_scaler(),
+        skipped=state.skipped,
         state=dict(extra),
     )
     gaps = files.uncovered(manifest)

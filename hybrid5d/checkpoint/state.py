@@ -40,7 +40,8 @@ class TrainState:
         optimizer: its masters and moments.
         ctx: this rank's axes.
         plan: of the run: precision, ZeRO stage, model folder.
-        step: optimizer steps done.
+        step: steps done.
+        skipped: those of them that changed nothing (fp16).
     """
 
     module: nn.Module
@@ -48,6 +49,7 @@ class TrainState:
     ctx: ParallelContext
     plan: RunPlan
     step: int
+    skipped: int = 0
 
     def layout(self) -> dict[str, Any]:
         """What a manifest says of the run that wrote it."""

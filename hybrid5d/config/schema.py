@@ -415,7 +415,7 @@ class OptimConfig(Block):
         ge=0,
         unread="only fp16 has a loss scale (Megatron would apply a constant one)",
     )
-    initial_loss_scale: Float = key(2.0**32, "fp16, dynamic: first scale", gt=0, unread=_DYNAMIC)
+    initial_loss_scale: Float = key(2.0**16, "fp16, dynamic: first scale", gt=0, unread=_DYNAMIC)
     loss_scale_window: Int = key(
         1000, "fp16, dynamic: steps without overflow before the scale doubles", "steps", ge=1, unread=_DYNAMIC
     )

@@ -23,7 +23,7 @@ from hybrid5d.checkpoint.state import TrainState
 from hybrid5d.context_parallel import choose_kernel
 from hybrid5d.data.types import Document, MicroBatch, StepBatch
 from hybrid5d.engine.collate import SequenceOptions, local_batch
-from hybrid5d.engine.deepspeed.adapter import PipelineAdapter, PlainAdapter, build_adapter
+from hybrid5d.engine.deepspeed.adapter import PipelineAdapter, PlainAdapter, build_adapter, loss_scale
 from hybrid5d.engine.deepspeed.distributed import current_device, transport
 from hybrid5d.engine.deepspeed.optimizer_state import OptimizerState
 from hybrid5d.engine.deepspeed.parameters import parameter_groups
@@ -63,7 +63,9 @@ class Engine:
         module: this rank's layers; parameters say which part of which tensor they hold.
         device: where they are.
         ds: the DeepSpeed engine, for what has no method here.
-        global_step: optimizer steps done.
+        global_step: steps done: batches trained on.
+        skipped_steps: those of them that changed nothing (fp16 overflows); the schedules of learning rate and weight
+            decay do not count them.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class Engine:
         options: SequenceOptions,
     ):  # fmt: skip
         self.plan, self.ctx, self.module, self.device = plan, ctx, module, current_device()
-        self.global_step = 0
+        self.global_step = self.skipped_steps = 0
         self._spec, self._options, self._dtype = spec, options, DTYPES[plan.precision.dtype]
         groups = parameter_groups(module)
         self.ds: PipelineAdapter | PlainAdapter = build_adapter(
@@ -109,17 +111,21 @@ class Engine:
         started = time.perf_counter()
         counts = self._checked(batch, objective)
         scales = self._scales(counts, objective, self.plan.config.actor.loss_normalization)
-        lr = set_schedule(self.ds.optimizer, self.plan.schedule, self.global_step)
+        lr = set_schedule(self.ds.optimizer, self.plan.schedule, self.global_step - self.skipped_steps)
+        scale = loss_scale(self.ds.optimizer) if self.plan.precision.dtype == "fp16" else None
         local = self._local(batch.micro_batches, objective)
         total = float(self.ds.train_step(local, scales))
         loss, metrics = self._reduced(total, local, scales, counts, objective)
         norm = self.ds.get_global_grad_norm()
+        skipped = bool(getattr(self.ds.optimizer, "overflow", False))
         self.global_step += 1
+        self.skipped_steps += skipped
         return StepResult(
             **self._about(batch, counts, loss, metrics, started),
             grad_norm=float("nan") if norm is None else float(norm),
             lr=lr,
-            skipped=bool(getattr(self.ds.optimizer, "overflow", False)),
+            skipped=skipped,
+            loss_scale=scale,
         )
 
     @own_modes(grad=False)
@@ -260,7 +266,7 @@ class Engine:
     def state(self) -> TrainState:
         """What checkpoints are made of, as it is now."""
         access = OptimizerState(self.ds.optimizer, self.ctx.dp_cp)
-        return TrainState(self.module, access, self.ctx, self.plan, self.global_step)
+        return TrainState(self.module, access, self.ctx, self.plan, self.global_step, self.skipped_steps)
 
     def save_checkpoint(
         self, directory: str | Path, state: Mapping[str, Any] | None = None, number: int | None = None
@@ -279,6 +285,7 @@ class Engine:
         """
         manifest = load_checkpoint(self.state, directory)
         self.global_step = self.ds.global_steps = manifest.step
+        self.skipped_steps = manifest.skipped
         return dict(manifest.state)
 
     def hf_tensors(self, dtype: str = "same", bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:

@@ -40,11 +40,13 @@ class StepResult(BatchResult):
         grad_norm: global L2 norm before clipping.
         lr: learning rate this step used.
         skipped: fp16 overflow; the weights did not change.
+        loss_scale: fp16: what the loss was multiplied by in this step.
     """
 
     grad_norm: float
     lr: float
     skipped: bool = False
+    loss_scale: float | None = None
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class PrecisionPlan:
 
     dtype: str  # fp32 | bf16 | fp16
     loss_scale: float | None = None  # fp16: constant scale; None there means dynamic
-    initial_loss_scale: float = 2.0**32
+    initial_loss_scale: float = 2.0**16
     loss_scale_window: int = 1000
     hysteresis: int = 2
     min_loss_scale: float = 1.0
@@ -39,6 +39,11 @@ class PrecisionPlan:
     def dynamic_loss_scale(self) -> bool:
         """True where fp16 adapts its scale."""
         return self.dtype == "fp16" and self.loss_scale is None
+
+    @property
+    def least_loss_scale(self) -> int:
+        """`min_loss_scale` as DeepSpeed takes it: an integer from 1 on."""
+        return max(1, round(self.min_loss_scale))
 
 
 def plan_precision(config: RunConfig) -> PrecisionPlan:
@@ -155,7 +160,7 @@ def _emit_precision(e: Emitted, config: RunConfig) -> None:
         e.emit("fp16.initial_scale_power", power, f"{_O}initial_loss_scale")
         e.emit("fp16.loss_scale_window", precision.loss_scale_window, f"{_O}loss_scale_window")
         e.emit("fp16.hysteresis", precision.hysteresis, f"{_O}hysteresis")
-        e.emit("fp16.min_loss_scale", max(1, round(precision.min_loss_scale)), f"{_O}min_loss_scale")
+        e.emit("fp16.min_loss_scale", precision.least_loss_scale, f"{_O}min_loss_scale")
 
 
 def _emit_trackers(e: Emitted, config: RunConfig) -> None:

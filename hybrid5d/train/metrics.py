@@ -30,6 +30,8 @@ def step_record(result: StepResult) -> dict[str, Any]:
         "rows_seen": list(result.rows_seen),
         **result.metrics,
     }
+    if result.loss_scale is not None:
+        record["loss_scale"] = result.loss_scale
     if result.skipped:
         record["skipped"] = True
     return record
@@ -146,6 +148,8 @@ def step_line(result: StepResult, total: int | None, eta: float | None) -> str:
         f"{speed:,.0f} tok/s",
         f"mem {result.peak_memory_bytes / 2**30:.2f} GiB",
     ]
+    if result.loss_scale is not None:
+        parts.append(f"scale {result.loss_scale:g}")
     if result.skipped:
         parts.append("skipped (gradients not finite)")
     if eta is not None:

@@ -228,12 +228,17 @@ class Trainer:
         if self._metrics is not None:
             self._metrics.write(record)
         self._track(result.step, "train", record)
-        overflow = result.skipped and self.engine.plan.precision.dtype == "fp16"  # the loss scale adapts
-        if not overflow and not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+        if not self._adapts(result) and not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             raise TrainingError(
                 f"step {result.step}: loss {result.loss}, gradient norm {result.grad_norm}; the last good state is "
                 f"{self._last_good()}. Fix: a lower actor.optim.lr, a longer warm-up, or other data"
             )
+
+    def _adapts(self, result: StepResult) -> bool:
+        """An fp16 overflow that a smaller loss scale may mend; a constant scale has skipped one batch."""
+        precision = self.engine.plan.precision
+        least = precision.least_loss_scale if precision.dynamic_loss_scale else 0
+        return result.skipped and (result.loss_scale or 0.0) > least
 
     @property
     def done(self) -> int:

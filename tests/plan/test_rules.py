@@ -334,7 +334,7 @@ def test_fp16_scales(ready: dict[str, Any]) -> None:
     assert dynamic == {
         "enabled": True,
         "loss_scale": 0,
-        "initial_scale_power": 32,
+        "initial_scale_power": 16,
         "loss_scale_window": 1000,
         "hysteresis": 2,
         "min_loss_scale": 1,

@@ -233,6 +233,11 @@ def loss_scale(optimizer: Any) -> float:
     return 1.0 if scaler is None else float(scaler.cur_scale)
 
 
+def dynamic_scale(optimizer: Any) -> bool:
+    """Whether it adapts a loss scale: fp16 without `loss_scale`."""
+    return bool(getattr(getattr(optimizer, "loss_scaler", None), "dynamic", False))
+
+
 def _upstream(engine: DeepSpeedEngine, scale: float) -> float:
     """What DeepSpeed calls backward of a micro-batch's loss with, where that is multiplied by `scale` first."""
     return scale * loss_scale(engine.optimizer) / engine.gradient_accumulation_steps()
@@ -260,6 +265,7 @@ def build_adapter(
         "config_class": DeepSpeedConfig(ds_config, mpu),
         "dont_change_device": True,
     }
-    if zero_stage >= 2:
-        return PlainAdapter(ctx, **common)
-    return PipelineAdapter(ctx, dtype, **common)
+    engine = PlainAdapter(ctx, **common) if zero_stage >= 2 else PipelineAdapter(ctx, dtype, **common)
+    if dynamic_scale(engine.optimizer):
+        engine.optimizer.loss_scaler.raise_error_at_min_scale = False  # with a bare Exception; the trainer says it
+    return engine

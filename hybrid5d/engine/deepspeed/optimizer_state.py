@@ -17,6 +17,8 @@ from hybrid5d.checkpoint.manifest import WEIGHT
 from hybrid5d.parallel.collectives import reduce_to
 from hybrid5d.parallel.context import Axis
 
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of DeepSpeed's DynamicLossScaler
+
 
 @dataclass(frozen=True)
 class Fragment:
@@ -133,11 +135,9 @@ class OptimizerState:
         return int(self.base.param_groups[0].get("step", 0))
 
     def loss_scaler(self) -> dict[str, Any]:
-        """Numbers of the fp16 loss scaler; empty for other precisions."""
+        """The dynamic fp16 loss scale and its counters; empty where there is none."""
         scaler = getattr(self.optimizer, "loss_scaler", None)
-        if scaler is None or not getattr(scaler, "dynamic", False):
-            return {}
-        return {k: v for k, v in vars(scaler).items() if isinstance(v, (bool, int, float))}
+        return {name: getattr(scaler, name) for name in _SCALER} if getattr(scaler, "dynamic", False) else {}
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
@@ -180,8 +180,7 @@ class OptimizerState:
             param.data.copy_(full.view_as(param.data))
 
     def set_loss_scaler(self, numbers: dict[str, Any]) -> None:
-        """Restore what `loss_scaler` gave."""
+        """Restore what `loss_scaler` gave, where this run adapts its scale too; window and limits are its own."""
         scaler = getattr(self.optimizer, "loss_scaler", None)
-        for key, value in numbers.items():
-            if scaler is not None and hasattr(scaler, key):
-                setattr(scaler, key, value)
+        for name in _SCALER if getattr(scaler, "dynamic", False) else ():
+            setattr(scaler, name, numbers.get(name, getattr(scaler, name)))
