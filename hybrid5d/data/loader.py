@@ -7,6 +7,7 @@ peers of a dp rank get equal rows, and `step(k)` needs no step before it, so a r
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -69,6 +70,7 @@ class Loader:
             "rows": report.rows,
             "tokens": report.tokens,
             "hash of the rows' lengths": zlib.crc32(lengths.tobytes()),
+            "hash of the tokens": zlib.crc32(json.dumps(self.dataset.store.meta["crc32"], sort_keys=True).encode()),
             "actor.global_batch_size": options.global_batch_size,
             "data.seed": options.config.seed,
             "data.shuffle": options.config.shuffle,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,12 +20,13 @@ from hybrid5d.engine.deepspeed.pipeline_module import HybridPipelineModule
 from hybrid5d.engine.engine import Engine
 from hybrid5d.engine.step import own_modes
 from hybrid5d.errors import ConfigError, ConfigErrors
-from hybrid5d.hf.folder import weights_wanted
+from hybrid5d.hf.folder import KEY, weights_wanted
 from hybrid5d.hf.spec import ModelSpec
 from hybrid5d.models.decoder import LayerDef, decoder_layers
 from hybrid5d.models.dtypes import DTYPES
 from hybrid5d.models.init import init_weights
 from hybrid5d.parallel.context import Axis, ParallelContext
+from hybrid5d.parallel.same import flat, of_this_process
 from hybrid5d.plan.draft import ranks_per_node
 from hybrid5d.plan.run import RunPlan
 from hybrid5d.plan.sequence_rules import ulysses_degree
@@ -53,21 +58,25 @@ def attention_factory(
 
 
 @own_modes()
-def initialize(plan: RunPlan, layers: LayerFactory | None = None) -> Engine:
+def initialize(plan: RunPlan, layers: LayerFactory | None = None, facts: Mapping[str, Any] | None = None) -> Engine:
     """Build the model of a plan on this rank and hand it to DeepSpeed. Collective over the world.
 
     Args:
         layers: makes the pipeline's layers in place of our decoder (bring your own model: examples/custom_model.py).
+        facts: what else must be the same on all ranks (the data's identity), JSON-ready. The plan's settings and the
+            versions always are; a difference ends the job where this call makes the process group.
 
     Raises:
-        ConfigErrors: what only a running process can know (fp16 on a CPU, no model folder).
+        ConfigErrors: what only a running process can know (fp16 on a CPU, no model folder, hosts that differ).
     """
     spec = plan.model
     if spec is None:
         raise ConfigErrors(
             [ConfigError("actor.model.model_path", None, "training needs the model's config.json", "name a folder")]
         )
-    ensure_distributed(plan.config.actor.megatron.distributed_timeout_minutes, plan.config.runner.cpu_backend)
+    minutes, shared = plan.config.actor.megatron.distributed_timeout_minutes, dict(flat(plan.config.to_tree()))
+    shared |= {**of_this_process(), **_model_files(plan, spec), **(facts or {})}
+    ensure_distributed(minutes, plan.config.runner.cpu_backend, shared)
     device = current_device()
     _refuse_at_run_time(plan, spec, device)
     ctx = ParallelContext.create(plan.layout, plan.sequence_parallel)
@@ -85,6 +94,16 @@ def initialize(plan: RunPlan, layers: LayerFactory | None = None) -> Engine:
         init_weights(module, plan.config.actor.seed, spec.initializer_range)
     freeze(module, plan.config.actor.freeze_parameters)
     return Engine(plan, spec, ctx, module, options)
+
+
+def _model_files(plan: RunPlan, spec: ModelSpec) -> dict[str, Any]:
+    """What must be the same in every host's model folder: config.json, and the weights' sizes (they are not read)."""
+    model = plan.config.actor.model
+    found: dict[str, Any] = {f"{KEY}: hash of config.json": zlib.crc32(json.dumps(spec.raw, sort_keys=True).encode())}
+    if weights_wanted(model.load_weights, model.model_path):
+        weights = sorted(Path(str(model.model_path)).glob("*.safetensors"))
+        found[f"{KEY}: bytes of weights"] = {path.name: path.stat().st_size for path in weights}
+    return found
 
 
 def _refuse_at_run_time(plan: RunPlan, spec: ModelSpec, device: torch.device) -> None:

@@ -52,9 +52,10 @@ def train(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | None)
     source: Source | None = loader if rollouts is None else rollouts
     wanted = rollouts is None and plan.config.runner.val_check_interval > 0 and plan.config.data.val_data_paths
     eval_loader = eval_loader_from_plan(plan, dp_rank) if wanted else None
+    assert source is not None
     if first:
         say("\n".join(_introduction(plan, job.env, source, notices)), sys.stdout)
-    engine = _build(job, plan)
+    engine = _build(job, plan, train_data_paths=source, val_data_paths=eval_loader)
 
     from hybrid5d.rl.step import needs_reference
     from hybrid5d.train.rl_trainer import RLTrainer
@@ -96,7 +97,7 @@ def evaluate(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | No
     loader = eval_loader_from_plan(plan, plan.layout.coordinate(job.env.rank).dp)
     if first:
         say("\n".join(_introduction(plan, job.env, loader, notices)), sys.stdout)
-    engine = _build(job, plan)
+    engine = _build(job, plan, val_data_paths=loader)
 
     from hybrid5d.train import trainer
 
@@ -148,8 +149,12 @@ def _introduction(plan: RunPlan, env: LaunchEnv, loader: Source | None, notices:
     return [*lines, *(f"notice: {n}" for n in notices)]
 
 
-def _build(job: Job, plan: RunPlan) -> Engine:
-    """Import what is heavy, join the process group, build this rank's part of the model."""
+def _build(job: Job, plan: RunPlan, **sources: Source | None) -> Engine:
+    """Import what is heavy, join the process group, build this rank's part of the model.
+
+    Args:
+        sources: rows by the YAML's word for them; all ranks must have the same.
+    """
     job.where = "building the model"
     settle_environment(job.env, os.environ)
     import torch
@@ -161,7 +166,9 @@ def _build(job: Job, plan: RunPlan) -> Engine:
     with redirect_stdout(StringIO()):  # DeepSpeed prints its topology and memory, each rank its own
         from hybrid5d.engine.build import initialize
 
-        return initialize(plan)
+        found = {word: source.identity() for word, source in sources.items() if source is not None}
+        facts = {f"data.{word}: {name}": value for word, about in found.items() for name, value in about.items()}
+        return initialize(plan, facts=facts)
 
 
 def _whole_line(job: Job) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hybrid5d.checkpoint.manifest import resolve_resume
+from hybrid5d.checkpoint.manifest import Resume, resolve_resume
 from hybrid5d.data.loader import EvalLoader, Loader
 from hybrid5d.engine.results import StepResult
 from hybrid5d.errors import EXIT_FAILED, EXIT_STOPPED, DamagedCheckpoint, HybridError
@@ -110,7 +110,9 @@ def resume(engine: Engine, folder: RunFolder, loader: Source | None = None) -> R
     """
     axis, asked, damaged = world_axis(), engine.plan.config.runner.resume_dir, list[Path]()
     while True:
-        found = together(axis, lambda: resolve_resume(asked, folder / CHECKPOINTS, damaged))
+        # Decided once: a shared file system may show another host another state of the folder.
+        mine = together(axis, lambda: resolve_resume(asked, folder / CHECKPOINTS, damaged) if axis.rank == 0 else None)
+        found: Resume = gather_objects(mine, axis)[0]
         if found.source is None:
             return Resumed()
         try:

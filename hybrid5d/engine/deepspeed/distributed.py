@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from hybrid5d.devices import device_index
 from hybrid5d.errors import ConfigError, ConfigErrors
+from hybrid5d.parallel.same import compare
 from hybrid5d.shared_memory import SHM, SHM_OR_GLOO, uses_shared_memory
 
 _BACKENDS = {"gloo": "gloo", "shm": SHM, "auto": SHM_OR_GLOO}
@@ -66,14 +69,21 @@ def _name_devices_by_number() -> None:
         cuda_accelerator.pynvml = None
 
 
-def ensure_distributed(timeout_minutes: float = 10.0, cpu_backend: str = "auto") -> None:
+def ensure_distributed(
+    timeout_minutes: float = 10.0, cpu_backend: str = "auto", facts: Mapping[str, Any] | None = None
+) -> None:
     """Make sure torch.distributed and DeepSpeed's communication layer are up; does nothing where they are.
 
     Under a launcher (RANK, WORLD_SIZE, MASTER_ADDR set) the default group joins all ranks: NCCL where CUDA is there,
     else `cpu_backend` (auto, shm or gloo, see `hybrid5d.shared_memory`). Without one this process is a world of one.
     `timeout_minutes` holds for it and every group made later.
 
+    `facts` must be equal on all ranks, and are compared before the group is made.
+
     DeepSpeed's CPU shared-memory op is switched off first (deepspeed.md: The shared-memory op).
+
+    Raises:
+        ConfigErrors: facts that differ, on every rank.
     """
     import deepspeed
 
@@ -86,7 +96,9 @@ def ensure_distributed(timeout_minutes: float = 10.0, cpu_backend: str = "auto")
         # For the groups that DeepSpeed makes without one (deepspeed.md: Timeouts).
         c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
         if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            dist.init_process_group(backend, timeout=timeout)
+            store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+            compare(store, rank, world, facts or {})
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     if not deepspeed.comm.is_initialized():
