@@ -7,6 +7,7 @@ A save is atomic: everything goes into `global_step_N.tmp`, is renamed when ever
 from __future__ import annotations
 
 import shutil
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,9 @@ def load_checkpoint(state: TrainState, directory: str | Path) -> Manifest:
     axis, access = world_axis(), state.optimizer
     folder = together(axis, lambda: files.whole_checkpoint(directory))
     manifest = together(axis, lambda: files.read_manifest(folder))
+    hashes = gather_objects(zlib.crc32(manifest.to_json().encode()), axis)
+    if others := [rank for rank, value in enumerate(hashes) if value != hashes[0]]:
+        raise CheckpointError(f"{folder} is one checkpoint on rank 0 and another on rank {others[0]}: share the folder")
     _check_fit(state, folder, manifest)
     mine = sorted(manifest.files)[axis.rank :: axis.size]
 

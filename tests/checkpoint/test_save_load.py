@@ -266,6 +266,20 @@ def _load_error(rank: int, layout: Layout, folder: str, root: str) -> str:
     return str(caught.value)
 
 
+def _two_hosts(rank: int, layout: Layout, folder: str, places: list[str]) -> str:
+    return _load_error(rank, layout, folder, places[rank])
+
+
+def test_hosts_that_see_different_checkpoints_are_refused(saved: Path, model: Path, tmp_path: Path) -> None:
+    """Two copies, of which one is of another moment: all its own checksums are right."""
+    other = tmp_path / saved.name
+    shutil.copytree(saved, other)
+    manifest = next(other.rglob("manifest.json"))
+    manifest.write_text(manifest.read_text().replace('"epoch": 3', '"epoch": 4'))
+    lines = run_ranks(_two_hosts, 2, Layout(tp=2), str(model), [str(saved), str(other)])
+    assert all(line.endswith("is one checkpoint on rank 0 and another on rank 1: share the folder") for line in lines)
+
+
 def test_another_model_or_optimizer_is_refused_with_both_layouts(saved: Path, model: Path, tmp_path: Path) -> None:
     other = save_model({**MODELS["qwen3"], "tie_word_embeddings": False, "intermediate_size": 48}, tmp_path)
     with pytest.raises(RankFailure) as caught:

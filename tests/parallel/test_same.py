@@ -64,7 +64,7 @@ def test_flat_names_leaves() -> None:
 @pytest.mark.parametrize("what", ["yaml", pytest.param("data", marks=pytest.mark.full)])
 def test_two_hosts_with_different_files_end_at_the_start(tmp_path: Path, what: str) -> None:
     """Two starts of one rank each, as `torchrun --nnodes 2` makes them: another lr, or one other token."""
-    path = write_run(tmp_path / "a")
+    path = write_run(tmp_path / "a")  # names a data.cache_dir: a cache that both share
     other = path
     if what == "yaml":
         other = path.with_name("other.yaml")
@@ -77,7 +77,7 @@ def test_two_hosts_with_different_files_end_at_the_start(tmp_path: Path, what: s
             "RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port, "DS_ACCELERATOR": "cpu", "TMPDIR": own, "PATH": "",
         }  # fmt: skip
-        words = [sys.executable, "-m", "hybrid5d.worker", "--config", str(yaml), TP2, f"data.cache_dir={tmp_path}/cache"]
+        words = [sys.executable, "-m", "hybrid5d.worker", "--config", str(yaml), TP2]
         if what == "data" and rank == 1:
             rows = [json.loads(line) for line in (tmp_path / "a" / "rows.jsonl").read_text().splitlines()]
             rows[3]["input_ids"][0] ^= 1
