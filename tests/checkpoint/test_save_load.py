@@ -276,7 +276,7 @@ def test_hosts_that_see_different_checkpoints_are_refused(saved: Path, model: Pa
     shutil.copytree(saved, other)
     manifest = next(other.rglob("manifest.json"))
     manifest.write_text(manifest.read_text().replace('"epoch": 3', '"epoch": 4'))
-    lines = run_ranks(_two_hosts, 2, Layout(tp=2), str(model), [str(saved), str(other)])
+    lines = run_ranks(2, _two_hosts, Layout(tp=2), str(model), [str(saved), str(other)])
     assert all(line.endswith("is one checkpoint on rank 0 and another on rank 1: share the folder") for line in lines)
 
 
