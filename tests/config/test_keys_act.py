@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
 import sys
@@ -321,39 +320,5 @@ def test_wsd_decay_style_shapes_the_tail(tmp_path: Path, style: str | None) -> N
     assert report(other, "actor.lr_sched.lr_wsd_decay_style")["disposition"] == "dropped"
 
 
-def test_timeout_holds_for_every_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d as c10d
-
-    from hybrid5d.engine import build
-    from hybrid5d.engine.deepspeed import distributed
-
-    def stop(*_: Any, timeout: datetime.timedelta, **__: Any) -> None:
-        raise InterruptedError(timeout)
-
-    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
-        monkeypatch.setattr(c10d, name, getattr(c10d, name))  # put back at the end
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(distributed.dist, "init_process_group", stop)
-    plan = run_of(tmp_path, actor__megatron__distributed_timeout_minutes=1.5)
-    with pytest.raises(InterruptedError) as caught:
-        build.initialize(plan)
-    later = [c10d._get_default_timeout(c10d.Backend(b)) for b in ("gloo", "nccl")]  # what new_group gives
-    assert [*caught.value.args, *later] == [datetime.timedelta(seconds=90)] * 3
-    assert translated(tmp_path).to_dict()["engine"]["distributed_timeout_minutes"] == 10  # RLinf's default
-
-
-@pytest.mark.parametrize("word, backend", [("gloo", "gloo"), ("shm", "shm"), ("auto", "shm_or_gloo")])
-def test_cpu_backend_names_what_the_group_is_made_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, backend: str
-) -> None:
-    from hybrid5d.engine import build
-    from hybrid5d.engine.deepspeed import distributed
-
-    def stop(name: str, **_: Any) -> None:
-        raise InterruptedError(name)
-
-    monkeypatch.setattr(distributed.dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(distributed.dist, "init_process_group", stop)
-    with pytest.raises(InterruptedError, match=f"^{backend}$"):
-        build.initialize(run_of(tmp_path, runner__cpu_backend=word))
+def test_the_timeout_of_rlinf_is_the_default(tmp_path: Path) -> None:
+    assert translated(tmp_path).to_dict()["engine"]["distributed_timeout_minutes"] == 10
