@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from hybrid5d.check.compare import relative
 from hybrid5d.parallel.shard import pieces_of
-from tests.engine_kit import Layout, Shards, assemble, build_engine, relative
+from tests.engine_kit import Layout, Shards, assemble, build_engine
 from tests.harness import RankFailure, run_ranks
 from tests.kit import MODELS, Recipe, make_rows, save_model, step_batch
 
