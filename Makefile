@@ -69,7 +69,7 @@ types: $(STAMP) ## mypy
 imports: $(STAMP) ## import directions of the package
 	$(BIN)/lint-imports
 
-ci: lint types imports test smoke ## what .ci/run runs
+ci: lint types imports test smoke test-full ## what .ci/run runs
 
 ds-configs: $(STAMP) ## write ds_configs/ anew
 	$(BIN)/python ds_configs/generate.py
