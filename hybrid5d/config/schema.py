@@ -126,6 +126,13 @@ class RunnerConfig(Block):
         gt=0,
         to="grace_seconds",
     )
+    peer_timeout: Float = key(
+        30.0,
+        "several hosts: one that is not heard for this long ends the job on all sides",
+        "seconds",
+        ge=3,
+        to="peer_timeout",
+    )
     cpu_backend: Literal["auto", "shm", "gloo"] = key(
         "auto",
         "collectives on CPU: auto (shared memory for groups of one host, else gloo), shm, gloo",

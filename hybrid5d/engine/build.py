@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hybrid5d.checkpoint.start_weights import load_hf_weights
 from hybrid5d.context_parallel import ContextParallelAttention, hybrid_axes
@@ -58,13 +59,19 @@ def attention_factory(
 
 
 @own_modes()
-def initialize(plan: RunPlan, layers: LayerFactory | None = None, facts: Mapping[str, Any] | None = None) -> Engine:
+def initialize(
+    plan: RunPlan,
+    layers: LayerFactory | None = None,
+    facts: Mapping[str, Any] | None = None,
+    met: Callable[[dist.Store], None] = lambda store: None,
+) -> Engine:
     """Build the model of a plan on this rank and hand it to DeepSpeed. Collective over the world.
 
     Args:
         layers: makes the pipeline's layers in place of our decoder (bring your own model: examples/custom_model.py).
         facts: what else must be the same on all ranks (the data's identity), JSON-ready. The plan's settings and the
             versions always are; a difference ends the job where this call makes the process group.
+        met: called before the group is made, with the store through which all ranks have met.
 
     Raises:
         ConfigErrors: what only a running process can know (fp16 on a CPU, no model folder, hosts that differ).
@@ -76,7 +83,7 @@ def initialize(plan: RunPlan, layers: LayerFactory | None = None, facts: Mapping
         )
     minutes, shared = plan.config.actor.megatron.distributed_timeout_minutes, dict(flat(plan.config.to_tree()))
     shared |= {**of_this_process(), **_model_files(plan, spec), **(facts or {})}
-    ensure_distributed(minutes, plan.config.runner.cpu_backend, shared)
+    ensure_distributed(minutes, plan.config.runner.cpu_backend, shared, met)
     device = current_device()
     _refuse_at_run_time(plan, spec, device)
     ctx = ParallelContext.create(plan.layout, plan.sequence_parallel)

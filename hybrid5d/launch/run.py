@@ -168,7 +168,7 @@ def _build(job: Job, plan: RunPlan, **sources: Source | None) -> Engine:
 
         found = {word: source.identity() for word, source in sources.items() if source is not None}
         facts = {f"data.{word}: {name}": value for word, about in found.items() for name, value in about.items()}
-        return initialize(plan, facts=facts)
+        return initialize(plan, facts=facts, met=lambda store: job.connect(store, plan.config.runner.peer_timeout))
 
 
 def _whole_line(job: Job) -> Any:

@@ -24,13 +24,15 @@ import psutil
 from hybrid5d.console import say
 from hybrid5d.errors import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, HybridError
 from hybrid5d.launch.env import LaunchEnv
+from hybrid5d.launch.hosts import Hosts, Store
 from hybrid5d.train.requests import Request, Requests
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # stop and save, end at once, save
 GRACE_SECONDS = 8.0  # for the cause to be told, and for the launcher to end this rank
 _POLL_SECONDS = 1.0
 REPEAT_SECONDS = 2.0  # a scheduler signals all processes and launchers pass it on: SIGTERMs this close are one
-_PREFIX = "hybrid5d-"
+CAUSE_SECONDS = 3.0  # two beats between hosts
+_PREFIX, FAILED = "hybrid5d-", "failed"
 
 
 class Job:
@@ -54,6 +56,7 @@ class Job:
         self.folder = (root or Path(tempfile.gettempdir())) / name
         self.joined = False
         self._stop = threading.Event()
+        self._hosts: Hosts | None = None
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -79,6 +82,8 @@ class Job:
     def finish(self) -> None:
         """This rank did its work: from now on its absence is no failure."""
         self._stop.set()
+        if self._hosts is not None:
+            self._hosts.close()
         _forget_signals()
         if self.env.world_size == 1:
             return
@@ -98,26 +103,31 @@ class Job:
             reason = "interrupted"
         elif self.env.world_size > 1 and isinstance(exc, RuntimeError):
             time.sleep(0.5)  # a lost connection is seen before the lost process is
+            self._wait_for_a_cause()
         gone = self.gone()
-        if gone and self._claim():
-            say(f"{self._gone_text(gone)}\n{self._prefix()}{self.where}: {reason}")
-        elif self._claim():
+        if gone:
+            self._tell(f"{self._gone_text(gone)}\n{self._prefix()}{self.where}: {reason}")
+        else:
             trace = "" if isinstance(exc, SystemExit | KeyboardInterrupt) else "".join(traceback.format_exception(exc))
-            say(f"{self._prefix()}{self.where}: {reason}\n{trace}")
+            self._tell(f"{self._prefix()}{self.where}: {reason}\n{trace}")
         return code if isinstance(code, int) and code else EXIT_FAILED
 
     def _refuse(self, text: str) -> None:
         if self.env.rank == 0:
-            if self._claim():
-                say(text)
+            self._tell(text)
             return
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline:
             if self._failed():
                 return
             time.sleep(0.1)
-        if self._claim():
-            say("\n".join(f"{self._prefix()}{line}" for line in text.splitlines()))
+        self._tell("\n".join(f"{self._prefix()}{line}" for line in text.splitlines()))
+
+    def _wait_for_a_cause(self) -> None:
+        """A connection that broke may be another host's failure: it is told first, and comes within a moment."""
+        deadline = time.monotonic() + CAUSE_SECONDS
+        while self.several_hosts and time.monotonic() < deadline and not self._failed() and not self.gone():
+            time.sleep(0.1)
 
     # --- the others -------------------------------------------------------------------------------------------------
 
@@ -189,33 +199,60 @@ class Job:
 
     def _end(self, text: str, code: int) -> None:
         """End at once, with the reason told once."""
-        if not self._failed() and not self._tell_gone() and self._claim():
-            say(f"{self._prefix()}{self.where}: {text}")
+        if not self._failed() and not self._tell_gone():
+            self._tell(f"{self._prefix()}{self.where}: {text}")
         os._exit(code)
 
     def _tell_gone(self) -> bool:
         gone = [] if self._failed() else self.gone()
-        if not gone or not self._claim():
-            return False
-        say(self._gone_text(gone))
-        return True
+        return bool(gone) and self._tell(self._gone_text(gone))
 
     def _gone_text(self, gone: list[int]) -> str:
         text = "the process is gone without a word: killed (out of memory?), or it left before the end"
         return "\n".join(f"[rank {rank}] {self.where}: {text} (seen by rank {self.env.rank})" for rank in gone)
 
-    def _claim(self) -> bool:
-        """True for the first rank of this node that has a failure to tell."""
-        if self.env.world_size == 1:
-            return True
-        try:
-            self._make_folder()
-            os.close(os.open(self.folder / "failed", os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return False
-        except OSError:
-            return True  # no folder to agree in: better told twice than not at all
+    def _tell(self, text: str) -> bool:
+        """Say why the job ends, here and to the other hosts, unless a rank of this node did; True where it was us."""
+        if self.env.world_size > 1:
+            try:
+                self._make_folder()
+                handle = os.open(self.folder / FAILED, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+                os.write(handle, text.splitlines()[0].encode())
+                os.close(handle)
+            except FileExistsError:
+                return False
+            except OSError:
+                pass  # no folder to agree in: better told twice than not at all
+        say(text)
+        if self._hosts is not None:
+            self._hosts.tell(text.splitlines()[0])
         return True
+
+    # --- other hosts ------------------------------------------------------------------------------------------------
+
+    @property
+    def several_hosts(self) -> bool:
+        """Whether ranks of this job run elsewhere."""
+        return self.env.local_world_size < self.env.world_size
+
+    def connect(self, store: Store, seconds: float) -> None:
+        """Hear the other hosts from here on: one that is silent for so long, gone or failed ends the job here too.
+
+        Raises:
+            HostError: one of them cannot be reached.
+        """
+        self._hosts = Hosts(self.env, seconds, self._host_ended, self._failure)
+        self._hosts.connect(store)
+
+    def _host_ended(self, reason: str) -> None:
+        self._tell(f"{self._prefix()}{self.where}: {reason}")
+        os._exit(EXIT_FAILED)
+
+    def _failure(self) -> str:
+        try:
+            return (self.folder / FAILED).read_text(errors="replace")
+        except OSError:
+            return ""
 
     def warn(self, text: str) -> None:
         """Print a warning with this rank's number, unless a rank of this node printed the same one."""
@@ -231,7 +268,7 @@ class Job:
 
     def _failed(self) -> bool:
         """Another rank of this launch failed; what is left of an earlier one by the same parent is none of ours."""
-        return self.env.world_size > 1 and (self.folder / "failed").exists()
+        return self.env.world_size > 1 and (self.folder / FAILED).exists()
 
     def _prefix(self) -> str:
         return f"[rank {self.env.rank}] " if self.env.world_size > 1 else ""

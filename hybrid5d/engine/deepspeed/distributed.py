@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -70,7 +70,10 @@ def _name_devices_by_number() -> None:
 
 
 def ensure_distributed(
-    timeout_minutes: float = 10.0, cpu_backend: str = "auto", facts: Mapping[str, Any] | None = None
+    timeout_minutes: float = 10.0,
+    cpu_backend: str = "auto",
+    facts: Mapping[str, Any] | None = None,
+    met: Callable[[dist.Store], None] = lambda store: None,
 ) -> None:
     """Make sure torch.distributed and DeepSpeed's communication layer are up; does nothing where they are.
 
@@ -78,7 +81,7 @@ def ensure_distributed(
     else `cpu_backend` (auto, shm or gloo, see `hybrid5d.shared_memory`). Without one this process is a world of one.
     `timeout_minutes` holds for it and every group made later.
 
-    `facts` must be equal on all ranks, and are compared before the group is made.
+    `facts` must be equal on all ranks, and are compared before the group is made; `met` is called then.
 
     DeepSpeed's CPU shared-memory op is switched off first (deepspeed.md: The shared-memory op).
 
@@ -98,6 +101,7 @@ def ensure_distributed(
         if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
             compare(store, rank, world, facts or {})
+            met(store)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
