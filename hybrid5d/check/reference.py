@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -43,6 +44,14 @@ def hf_model(config: Mapping[str, Any], seed: int = 0) -> Any:
             else:
                 p.normal_(0, 0.08)
     return model
+
+
+def save_model(config: Mapping[str, Any], seed: int, folder: Path) -> None:
+    """Write that model as a Hugging Face folder."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    hf_model(config, seed).save_pretrained(folder)
 
 
 def _optimizer(model: Any, recipe: Recipe) -> torch.optim.Optimizer:

@@ -7,6 +7,7 @@ def main() -> None:
     """Entry of `hybrid5d` and `python -m hybrid5d`."""
     import typer  # here, so that ranks, which import this package too, do not pay for it
 
+    from hybrid5d.cli.check import check
     from hybrid5d.cli.convert import convert
     from hybrid5d.cli.export import export
     from hybrid5d.cli.plan import plan
@@ -25,4 +26,5 @@ def main() -> None:
     app.command()(convert)
     app.command()(export)
     app.command()(plan)
+    app.command()(check)
     app()
