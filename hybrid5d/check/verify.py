@@ -65,8 +65,9 @@ class Verdict:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes without which the difference goes away; none where one rank differs too."""
-        return () if self.guilty is None else self.guilty.cut.axes
+        """The axes without which the difference goes away; none where one rank differs too. sp implies tp."""
+        axes = () if self.guilty is None else self.guilty.cut.axes
+        return tuple(a for a in axes if a != "tp" or "sp" not in axes)
 
     @property
     def tensor(self) -> str | None:
