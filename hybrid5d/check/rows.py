@@ -30,8 +30,8 @@ def write_rows(small: Small, folder: Path) -> str:
     longest = ROW_LENGTH // 2 if small.packed else ROW_LENGTH
     own, said = _own(small.plan, folder)
     rows = [_window(d, longest, i) for i, d in enumerate(own)]
-    if sum(int((d.labels != IGNORE_INDEX).sum()) for d in rows) < count:
-        said = f"rows from a seed: {said or 'the run names no data'}"
+    if not rows or sum(int((d.labels != IGNORE_INDEX).sum()) for d in rows) < len(rows):
+        said = f"rows from a seed: {'the run names no data' if not said else 'too few targets' if rows else said}"
         rows = seeded(count, longest)
     rows = [rows[i % len(rows)] for i in range(count)]
     write_whole(folder / "rows.jsonl", "".join(f"{json.dumps(_record(d))}\n" for d in rows))

@@ -34,7 +34,7 @@ def found(folder: Path, world: int, plant: Callable[[], None] | None, model: dic
 @pytest.mark.parametrize(
     ("plant", "world", "keys", "model", "axes", "tensor"),
     [
-        (faults.partial_sums_left_out, 2, {TP: 2, SP: True}, {}, ("sp",), "norm.weight"),
+        (faults.partial_sums_left_out, 2, {TP: 2, SP: True}, {"model_type": "llama"}, ("sp",), "norm.weight"),
         (faults.partial_sums_left_out, 2, {TP: 2}, {"model_type": "llama", "num_key_value_heads": 1}, ("tp",),
          "k_proj.weight|v_proj.weight"),
         (faults.positions_shifted, 2, {CP: 2}, {}, ("cp",), "self_attn"),
@@ -67,16 +67,16 @@ def test_the_command_proves_a_run_with_its_own_data(tmp_path: Path) -> None:
         actor__model__model_path=str(model), data__train_data_paths=[str(tmp_path / "rows.jsonl")],
         cluster__component_placement={"actor": "0-31"}, cluster__num_nodes=4, data__packing="documents",
         actor__model__recompute_granularity="selective", actor__optim__optimizer="sgd",
-        actor__global_batch_size=64, actor__loss_normalization="micro_batch", **{TP: 4, SP: True, CP: 2, PP: 2},
+        actor__global_batch_size=64, actor__loss_normalization="micro_batch", **{TP: 4, SP: True, PP: 2},
     ))  # fmt: skip
     done = hybrid5d("check", run, "--ranks", "4", "--format", "json")
     assert done.returncode == 0, done.stdout + done.stderr
     facts = json.loads(done.stdout)
     assert facts["equal"] and facts["axes"] == [] and facts["tensor"] is None
     layouts = [t["layout"] for t in facts["trials"]]
-    # 4 ranks hold two axes at a time; every pair of the run's four is trained
+    # 4 ranks hold two axes at a time; every pair of the run's three is trained
     assert sorted(layouts) == [
-        "cp 2 x dp 2", "cp 2 x pp 2", "dp 2 x pp 2", "tp 2 + sp x cp 2", "tp 2 + sp x dp 2", "tp 2 + sp x pp 2",
+        "dp 2 x pp 2", "tp 2 + sp x dp 2", "tp 2 + sp x pp 2"
     ]  # fmt: skip
     assert facts["data"].startswith(f"rows of {tmp_path / 'rows.jsonl'}")
     for trial in facts["trials"]:
