@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -48,6 +49,7 @@ def check(
         refuse(f"--ranks {ranks}: {exc} even at its smallest. Fix: more ranks")
     if format_ == "text":
         say("\n".join(_introduction(plan, small, cuts)), sys.stdout)
+    os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed looks for another, and says on standard output what it took
     from hybrid5d.check.verify import verify  # torch, DeepSpeed and transformers: seconds
 
     try:
