@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import sys
 from typing import Annotated
 
 import typer
 
 from hybrid5d.cli.options import Overrides, Run, refuse
+from hybrid5d.console import say
 from hybrid5d.errors import HybridError
 from hybrid5d.launch.preflight import Argv
-from hybrid5d.launch.start import LAUNCHERS, launch
+from hybrid5d.launch.start import LAUNCHERS, dry_run, launch
 from hybrid5d.plan.draft import Purpose
 
 NumProcs = Annotated[
@@ -19,23 +20,29 @@ NumProcs = Annotated[
 Launcher = Annotated[
     str | None, typer.Option(help=f"{', '.join(LAUNCHERS)}; default: deepspeed, and plain python for one process")
 ]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="check everything, read the data, say it, start nothing")]
 
 
-def train(run: Run, overrides: Overrides = None, num_procs: NumProcs = None, launcher: Launcher = None) -> None:
-    """Train. Exit 0: the run reached its end; 1: it failed; 2: refused; 3: stopped by SIGTERM, all saved."""
-    _start(run, overrides, num_procs, launcher, "train")
-
-
-def evaluate(run: Run, overrides: Overrides = None, num_procs: NumProcs = None, launcher: Launcher = None) -> None:
-    """Loss and perplexity over data.val_data_paths: start weights, or the checkpoint that runner.resume_dir names."""
-    _start(run, overrides, num_procs, launcher, "eval")
-
-
-def _start(
-    run: Path, overrides: list[str] | None, num_procs: int | None, launcher: str | None, purpose: Purpose
+def train(
+    run: Run, overrides: Overrides = None, num_procs: NumProcs = None, launcher: Launcher = None, dry: DryRun = False
 ) -> None:
+    """Train. Exit 0: the run reached its end; 1: it failed; 2: refused; 3: stopped by SIGTERM, all saved."""
+    _start(Argv(run, tuple(overrides or ())), num_procs, launcher, dry, "train")
+
+
+def evaluate(
+    run: Run, overrides: Overrides = None, num_procs: NumProcs = None, launcher: Launcher = None, dry: DryRun = False
+) -> None:
+    """Loss and perplexity over data.val_data_paths: start weights, or the checkpoint that runner.resume_dir names."""
+    _start(Argv(run, tuple(overrides or ())), num_procs, launcher, dry, "eval")
+
+
+def _start(argv: Argv, num_procs: int | None, launcher: str | None, dry: bool, purpose: Purpose) -> None:
     try:
-        code = launch(Argv(run, tuple(overrides or ())), num_procs, launcher, purpose)
+        if dry:
+            say(dry_run(argv, num_procs, launcher, purpose), sys.stdout)
+            return
+        code = launch(argv, num_procs, launcher, purpose)
     except HybridError as exc:
         refuse(str(exc))
     raise typer.Exit(code)

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid5d.console import say
 from hybrid5d.data.build import eval_loader_from_plan, loader_from_plan, tokenizer_name
+from hybrid5d.data.loader import EvalLoader
 from hybrid5d.launch.env import LaunchEnv, environment, settle_environment, threads_per_rank
 from hybrid5d.launch.watch import Job
+from hybrid5d.plan.draft import Purpose
 from hybrid5d.plan.run import RunPlan
 from hybrid5d.train.lock import take
 from hybrid5d.train.run_folder import RunFolder
@@ -47,14 +49,13 @@ def train(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | None)
             )
     job.where = "reading the data"
     dp_rank = plan.layout.coordinate(job.env.rank).dp
-    rollouts = _rollouts(job, plan) if plan.config.is_rl else None
+    rollouts = _rollouts(job.env, plan) if plan.config.is_rl else None
     loader = loader_from_plan(plan, dp_rank) if rollouts is None else None
     source: Source | None = loader if rollouts is None else rollouts
-    wanted = rollouts is None and plan.config.runner.val_check_interval > 0 and plan.config.data.val_data_paths
-    eval_loader = eval_loader_from_plan(plan, dp_rank) if wanted else None
+    eval_loader = eval_loader_from_plan(plan, dp_rank) if _evaluates(plan) else None
     assert source is not None
     if first:
-        say("\n".join(_introduction(plan, job.env, source, notices)), sys.stdout)
+        say("\n".join(introduction(plan, job.env.world_size, source, notices)), sys.stdout)
     engine = _build(job, plan, train_data_paths=source, val_data_paths=eval_loader)
 
     from hybrid5d.rl.step import needs_reference
@@ -96,7 +97,7 @@ def evaluate(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | No
     job.where = "reading the data"
     loader = eval_loader_from_plan(plan, plan.layout.coordinate(job.env.rank).dp)
     if first:
-        say("\n".join(_introduction(plan, job.env, loader, notices)), sys.stdout)
+        say("\n".join(introduction(plan, job.env.world_size, loader, notices)), sys.stdout)
     engine = _build(job, plan, val_data_paths=loader)
 
     from hybrid5d.train import trainer
@@ -114,8 +115,8 @@ def evaluate(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | No
     return 0
 
 
-def _rollouts(job: Job, plan: RunPlan) -> RolloutFiles | PromptFiles:
-    settle_environment(job.env, os.environ)  # before torch, which the package of RL imports
+def _rollouts(env: LaunchEnv, plan: RunPlan) -> RolloutFiles | PromptFiles:
+    settle_environment(env, os.environ)  # before torch, which the package of RL imports
     from hybrid5d.rl.prompts import PromptFiles
     from hybrid5d.rl.rollouts import RolloutFiles
 
@@ -125,7 +126,21 @@ def _rollouts(job: Job, plan: RunPlan) -> RolloutFiles | PromptFiles:
     return RolloutFiles(plan.config, plan.model.vocab_size)
 
 
-def _introduction(plan: RunPlan, env: LaunchEnv, loader: Source | None, notices: Sequence[str]) -> list[str]:
+def sources(plan: RunPlan, env: LaunchEnv, purpose: Purpose) -> tuple[Source | None, EvalLoader | None]:
+    """What rank 0 trains on and evaluates on; None where it does not. Reads the data."""
+    if purpose == "eval":
+        return None, eval_loader_from_plan(plan, 0)
+    training = _rollouts(env, plan) if plan.config.is_rl else loader_from_plan(plan, 0)
+    return training, eval_loader_from_plan(plan, 0) if _evaluates(plan) else None
+
+
+def _evaluates(plan: RunPlan) -> bool:
+    config = plan.config
+    return bool(not config.is_rl and config.runner.val_check_interval > 0 and config.data.val_data_paths)
+
+
+def introduction(plan: RunPlan, world_size: int, loader: Source | None, notices: Sequence[str]) -> list[str]:
+    """What a run says of itself at its start."""
     from hybrid5d import __version__
 
     layout, batch, runner = plan.layout, plan.batch, plan.config.runner
@@ -139,7 +154,7 @@ def _introduction(plan: RunPlan, env: LaunchEnv, loader: Source | None, notices:
         f"{batch.gradient_accumulation_steps} micro-batches of {batch.micro_batch_size} per dp rank"
     )  # fmt: skip
     lines = [
-        f"hybrid5d {__version__}: {runner.experiment_name} on {env.world_size} processes: {axes}",
+        f"hybrid5d {__version__}: {runner.experiment_name} on {world_size} processes: {axes}",
         f"{plan.precision.dtype}, ZeRO {plan.zero_stage}, {rows}, {parts}, layers per stage {list(plan.stages)}",
     ]
     if loader is not None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -20,11 +20,12 @@ import psutil
 from hybrid5d.console import say
 from hybrid5d.devices import accelerator_faults, too_few_devices, visible_devices, wants_cpu
 from hybrid5d.errors import EXIT_FAILED, ConfigError, ConfigErrors
-from hybrid5d.launch.env import usable_cores
+from hybrid5d.launch.env import LaunchEnv, usable_cores
 from hybrid5d.launch.preflight import Argv, plan_run
 from hybrid5d.launch.watch import rank_processes
 from hybrid5d.plan.draft import Purpose
 from hybrid5d.plan.outputs import write_settings
+from hybrid5d.plan.run import RunPlan
 from hybrid5d.train.lock import take
 from hybrid5d.train.run_folder import RunFolder
 
@@ -43,16 +44,8 @@ def launch(argv: Argv, num_procs: int | None, launcher: str | None, purpose: Pur
     Raises:
         ConfigErrors: everything that is wrong, before anything is started.
     """
-    faults = _launcher_faults(launcher, num_procs)
-    try:
-        plan, notices = plan_run(argv, num_procs, purpose)
-    except ConfigErrors as exc:
-        raise ConfigErrors([*faults, *exc.errors]) from None
+    plan, notices, chosen = _checked(argv, num_procs, launcher, purpose)
     count, evaluate = plan.layout.world_size, purpose == "eval"
-    faults = faults or _launcher_faults(launcher, count)
-    if faults:
-        raise ConfigErrors(faults)
-    chosen = launcher or ("python" if count == 1 else "deepspeed")
     folder = RunFolder.of(plan)
     folder = RunFolder(folder / "eval") if evaluate else folder
     lock = take(folder.path, "launcher")
@@ -72,6 +65,42 @@ def launch(argv: Argv, num_procs: int | None, launcher: str | None, purpose: Pur
         say(f"{chosen} returned 0, but the run did not reach its end: {folder.path} has no result.json")
         return EXIT_FAILED
     return code
+
+
+def dry_run(argv: Argv, num_procs: int | None, launcher: str | None, purpose: Purpose = "train") -> str:
+    """What `launch` would start, with everything checked that is before ranks exist, the data read; nothing is written
+    but the cache of tokens.
+
+    Raises:
+        HybridError: what `launch` would raise.
+    """
+    plan, notices, chosen = _checked(argv, num_procs, launcher, purpose)
+    folder, count = RunFolder.of(plan), plan.layout.world_size
+    if fault := folder.unwritable():
+        raise ConfigErrors([fault])
+    from hybrid5d.launch.run import introduction, sources  # numpy, and torch for RL
+
+    training, held_out = sources(plan, LaunchEnv(world_size=count, local_world_size=count), purpose)
+    shown = training if held_out is None or training is not None else held_out
+    lines = [f"run directory: {folder.path}", *introduction(plan, count, shown, notices)]
+    if training is not None and held_out is not None:
+        lines.append(f"evaluation data: {held_out.describe()}")
+    return "\n".join([*lines, f"dry run: {chosen} would start {count} process{'es' if count > 1 else ''}"])
+
+
+def _checked(
+    argv: Argv, num_procs: int | None, launcher: str | None, purpose: Purpose
+) -> tuple[RunPlan, Sequence[str], str]:
+    """The plan, what the user should know, and the launcher."""
+    faults = _launcher_faults(launcher, num_procs)
+    try:
+        plan, notices = plan_run(argv, num_procs, purpose)
+    except ConfigErrors as exc:
+        raise ConfigErrors([*faults, *exc.errors]) from None
+    count = plan.layout.world_size
+    if faults := faults or _launcher_faults(launcher, count):
+        raise ConfigErrors(faults)
+    return plan, notices, launcher or ("python" if count == 1 else "deepspeed")
 
 
 def _launcher_faults(launcher: str | None, count: int | None) -> list[ConfigError]:

@@ -79,6 +79,15 @@ class RunFolder:
             raise ConfigErrors([_unwritable(self.path, exc)]) from None
         return []
 
+    def unwritable(self) -> ConfigError | None:
+        """Why the directory could not be made or written, or None. Nothing is made."""
+        place = self.path
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
+            return None
+        return _unwritable(self.path, OSError(0, f"{place} is {'read-only' if place.is_dir() else 'no folder'}"))
+
     def keep_later(self, step: int) -> list[str]:
         """Checkpoints after `step`, from which this run goes on, are of a branch that it leaves: they go aside."""
         later = [folder for at, folder in checkpoints(self / CHECKPOINTS) if at > step]

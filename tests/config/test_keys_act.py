@@ -13,8 +13,7 @@ import pytest
 
 from hybrid5d.data.build import loader_from_plan
 from hybrid5d.errors import DataError
-from hybrid5d.launch.env import LaunchEnv
-from hybrid5d.launch.run import _introduction
+from hybrid5d.launch.run import introduction
 from hybrid5d.load import load_config
 from hybrid5d.plan.convert import Translation, translate
 from hybrid5d.plan.report import build_report
@@ -252,7 +251,7 @@ def test_encoder_seq_length_is_the_last_word_on_row_length(
 )
 def test_a_run_without_end_is_told(tmp_path: Path, keys: dict[str, int], told: bool) -> None:
     plan = run_of(tmp_path, records='{"input_ids": [1, 2]}\n', **{f"runner__{k}": v for k, v in keys.items()})
-    lines = _introduction(plan, LaunchEnv(0, 1, 0, 1, "python"), loader_from_plan(plan, 0), ())
+    lines = introduction(plan, 1, loader_from_plan(plan, 0), ())
     assert any("neither runner.max_steps nor runner.max_epochs ends the run" in line for line in lines) == told
 
 

@@ -1,0 +1,41 @@
+"""`hybrid5d train --dry-run`: what a start would say and refuse, without starting anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+from hybrid5d.launch import start
+from tests.cli_kit import hybrid5d
+from tests.launch_kit import TP2, write_run
+
+
+def test_it_reads_the_data_and_starts_and_writes_nothing(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    before = {p.name for p in tmp_path.iterdir()}
+    held_out = [f"data.val_data_paths=[{tmp_path}/rows.jsonl]", "runner.val_check_interval=2"]
+    with mock.patch.object(start, "_run", side_effect=AssertionError("a launcher was started")):
+        done = hybrid5d("train", run, TP2, *held_out, "--num-procs", "4", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"run directory: {tmp_path}/run"
+    assert "run on 4 processes: tp 2 x cp 1 x dp 2 x pp 1" in lines[1]
+    assert lines[3].startswith("data: 24 rows") and "3 steps an epoch" in lines[3]
+    assert any(line.startswith("evaluation data: 24 rows") for line in lines)
+    assert lines[-1] == "dry run: deepspeed would start 4 processes"
+    assert {p.name for p in tmp_path.iterdir()} - before == {"cache"}
+
+
+def test_it_refuses_what_a_start_refuses(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    (tmp_path / "file").write_text("")
+    for words, said in (
+        (["actor.global_batch_size=7", "--num-procs", "2"], "global batch 7 is not a multiple"),
+        (["--launcher", "python", "--num-procs", "2"], "plain python starts one process"),
+        ([f"runner.output_dir={tmp_path}/file"], "cannot be written"),
+        ([f"data.train_data_paths=[{tmp_path}/none.jsonl]"], "none.jsonl"),
+        (["actor.model.vocab=3"], "actor.model.vocab"),
+    ):
+        done = hybrid5d("train", run, *words, "--dry-run")
+        assert done.returncode == 2, (words, done.stdout)
+        assert said in done.stderr and done.stdout == ""
