@@ -8,6 +8,7 @@ def main() -> None:
     import typer  # here, so that ranks, which import this package too, do not pay for it
 
     from hybrid5d.cli.check import check
+    from hybrid5d.cli.config import app as config
     from hybrid5d.cli.convert import convert
     from hybrid5d.cli.export import export
     from hybrid5d.cli.plan import plan
@@ -27,4 +28,5 @@ def main() -> None:
     app.command()(export)
     app.command()(plan)
     app.command()(check)
+    app.add_typer(config, name="config")
     app()

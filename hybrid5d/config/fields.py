@@ -39,7 +39,7 @@ def _precision(value: Any) -> Any:
 
 
 def default_for_null(default: str) -> BeforeValidator:
-    return BeforeValidator(lambda value: default if value is None else value)
+    return BeforeValidator(lambda value: default if value is None else value, json_schema_input_type=str | None)
 
 
 MAX_INT = 2**53  # what JSON and every tool downstream can hold
@@ -48,10 +48,13 @@ MAX_MINUTES = 60 * 24 * 366
 Int = Annotated[int, BeforeValidator(_no_bool), Field(ge=-MAX_INT, le=MAX_INT)]
 Float = Annotated[float, BeforeValidator(_no_bool)]
 Bool = Annotated[bool, BeforeValidator(_no_number)]
-Strings = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+_LIST = BeforeValidator(_as_list, json_schema_input_type=str | tuple[str, ...])
+Strings = Annotated[tuple[str, ...], _LIST]
 File = Annotated[str, AfterValidator(os.path.expanduser)]  # every key that names a file or folder: `~` works
-Files = Annotated[tuple[File, ...], BeforeValidator(_as_list)]
-Precision = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_precision)]
+Files = Annotated[tuple[File, ...], _LIST]
+Precision = Annotated[
+    Literal["fp32", "bf16", "fp16"], BeforeValidator(_precision, json_schema_input_type=str | Literal[16, 32] | None)
+]
 
 
 def key(default: Any, description: str, unit: str = "", *, to: str = "", unread: str = "", only: str = "",
