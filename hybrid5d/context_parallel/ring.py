@@ -37,7 +37,7 @@ class RingSetup:
         """The kernel calls of this rank's step i."""
         key = ("calls", self.kernel.name, self.axis.rank, i, self.window, device)
         if key not in self.plan.cache:
-            blocks = self.plan.steps(self.axis.rank, self.window)[i].blocks
+            blocks = self.plan.steps(self.axis.rank, self.window, not self.kernel.native_window)[i].blocks
             self.plan.cache[key] = self.kernel.calls(blocks, device)
         return self.plan.cache[key]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from hybrid5d.checkpoint.start_weights import load_hf_weights
 from hybrid5d.context_parallel import ContextParallelAttention, hybrid_axes
-from hybrid5d.context_parallel.kernels import available_kernels
+from hybrid5d.context_parallel.kernels import available_kernels, device_capability, kernel_notices
 from hybrid5d.engine.collate import SequenceOptions
 from hybrid5d.engine.deepspeed.distributed import current_device, ensure_distributed
 from hybrid5d.engine.deepspeed.parameters import freeze
@@ -32,6 +33,7 @@ from hybrid5d.plan.draft import ranks_per_node
 from hybrid5d.plan.run import RunPlan
 from hybrid5d.plan.sequence_rules import ulysses_degree
 
+BF16_CAPABILITY = (8, 0)
 LayerFactory = Callable[[ModelSpec, ParallelContext, Callable[[], ContextParallelAttention]], list[LayerDef]]
 
 
@@ -88,6 +90,9 @@ def initialize(
     _refuse_at_run_time(plan, spec, device)
     ctx = ParallelContext.create(plan.layout, plan.sequence_parallel)
     model, options = plan.config.actor.model, sequence_options(plan)
+    if model.attention_kernel == "auto" and ctx.rank == 0:
+        for notice in kernel_notices(device, DTYPES[plan.precision.dtype], spec.head_dim):
+            warnings.warn(notice, stacklevel=3)
     attention = attention_factory(ctx, options, model.attention_kernel)
     if layers is None:
         selective = plan.recompute.granularity == "selective"
@@ -118,8 +123,13 @@ def _refuse_at_run_time(plan: RunPlan, spec: ModelSpec, device: torch.device) ->
     if plan.precision.dtype == "fp16" and device.type == "cpu":
         rule = "fp16 training does not run on a CPU"
         errors.append(ConfigError("actor.model.precision", "fp16", rule, "use bf16 or fp32 here, fp16 on a GPU"))
+    dtype = DTYPES[plan.precision.dtype]
+    if dtype == torch.bfloat16 and device.type == "cuda" and device_capability(device) < BF16_CAPABILITY:
+        (most, least), (a, b) = BF16_CAPABILITY, device_capability(device)
+        rule = f"bf16 needs compute capability {most}.{least}, this device has {a}.{b}"
+        errors.append(ConfigError("actor.model.precision", "bf16", rule, "use fp16 or fp32"))
     kernel = plan.config.actor.model.attention_kernel
-    names = available_kernels(device, DTYPES[plan.precision.dtype], spec.head_dim)
+    names = available_kernels(device, dtype, spec.head_dim)
     if kernel not in ("auto", *names):
         rule = f"cannot run {plan.precision.dtype} on {device.type} with head size {spec.head_dim}"
         errors.append(ConfigError("actor.model.attention_kernel", kernel, rule, f"use auto or {', '.join(names)}"))

@@ -13,6 +13,7 @@ from hybrid5d.data.types import COLUMNS, IGNORE_INDEX, Document, MicroBatch, Row
 from hybrid5d.engine.objective import SUPERVISED, Objective
 from hybrid5d.models.batch import LocalBatch
 from hybrid5d.parallel.context import ParallelContext
+from hybrid5d.parallel.copies import to_device
 from hybrid5d.plan.sequence import SequencePlan
 
 
@@ -61,6 +62,8 @@ def local_batch(
 ) -> LocalBatch:  # fmt: skip
     """Build this rank's share of a micro-batch. Padding gets id 0, position 0, no label, and each column's own value.
 
+    One copy to the device, which nothing waits for.
+
     Raises:
         DataError: documents of the micro-batch with different columns.
     """
@@ -74,18 +77,28 @@ def local_batch(
         for r, row in enumerate(rows):
             real = index[r] >= 0
             out[r, torch.from_numpy(real)] = torch.from_numpy(np.concatenate([of(d) for d in row])[index[r][real]])
-        return out.to(device)
+        return out
 
     def column(name: str) -> torch.Tensor:
         fill = COLUMNS[name]
         return cut(lambda d: d.columns.get(name, np.full(len(d), fill, np.float32)), fill, torch.float32)
 
+    names = sorted({*column_names(d for row in rows for d in row), *objective.rule.needs})
+    ids, labels, positions, *columns = to_device(
+        [
+            cut(lambda d: d.input_ids, 0),
+            cut(lambda d: d.labels, IGNORE_INDEX),
+            cut(lambda d: np.arange(len(d)) if d.position_ids is None else d.position_ids, 0),
+            *map(column, names),
+        ],
+        device,
+    )
     shards = ctx.tp.size if ctx.sequence_parallel else 1
     return LocalBatch(
-        input_ids=cut(lambda d: d.input_ids, 0),
-        labels=cut(lambda d: d.labels, IGNORE_INDEX),
-        position_ids=cut(lambda d: np.arange(len(d)) if d.position_ids is None else d.position_ids, 0),
-        columns={name: column(name) for name in {*column_names(d for row in rows for d in row), *objective.rule.needs}},
+        input_ids=ids,
+        labels=labels,
+        position_ids=positions,
+        columns=dict(zip(names, columns)),
         rule=objective.rule,
         temperature=objective.temperature,
         sequence=plan,

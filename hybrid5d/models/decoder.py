@@ -117,12 +117,13 @@ class SelfAttention(nn.Module):
         self.window = spec.window(index)
         self.recompute_core = False
         self.rope = rope_frequencies(spec.rope, spec.head_dim, spec.max_position_embeddings)
+        self._frequencies: Tensor | None = None  # on the device; a buffer would be cast to 16 bits with the module
 
     def forward(self, x: Tensor, batch: LocalBatch) -> Tensor:
         q, k, v = self.qkv(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        cos, sin = batch.shared(("rope", x.dtype), lambda: rope_tables(*self.rope, batch.position_ids, x.dtype))
+        cos, sin = batch.shared(("rope", x.dtype), lambda: self._rope_tables(batch.position_ids, x.dtype))
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         if self.recompute_core and torch.is_grad_enabled():
             mixed = torch.utils.checkpoint.checkpoint(
@@ -131,6 +132,12 @@ class SelfAttention(nn.Module):
         else:
             mixed = self._core(q, k, v, batch)
         return self.out(mixed.reshape(*mixed.shape[:2], -1))
+
+    def _rope_tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        inv, factor = self.rope
+        if self._frequencies is None or self._frequencies.device != positions.device:
+            self._frequencies = inv.to(positions.device)
+        return rope_tables(self._frequencies, factor, positions, dtype)
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, batch: LocalBatch) -> Tensor:
         return self.attend(q, k, v, batch.sequence, self.window)

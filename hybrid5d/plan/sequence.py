@@ -147,9 +147,13 @@ class SequencePlan:
             self.cache["natural_index"] = tuple(result)
         return self.cache["natural_index"]
 
-    def steps(self, ring_rank: int, window: int | None = None) -> tuple[Step, ...]:
-        """The attention program of a ring rank: own keys first, then those of rank-1, rank-2, ... (mod ring)."""
-        key = ("steps", ring_rank, window)
+    def steps(self, ring_rank: int, window: int | None = None, strips: bool = True) -> tuple[Step, ...]:
+        """The attention program of a ring rank: own keys first, then those of rank-1, rank-2, ... (mod ring).
+
+        `strips`: a window's band is cut into small blocks, for kernels that need a mask of it; else it is one block of
+        each pair of segments, and all documents have it, so that they are one call.
+        """
+        key = ("steps", ring_rank, window, strips)
         if key not in self.cache:
             mine = self.segments(ring_rank)
             sources = [(ring_rank - i) % self.ring for i in range(self.ring)]
@@ -157,7 +161,8 @@ class SequencePlan:
             for source in sources:
                 blocks: list[Block] = []
                 for length, q, k in zip(self.padded, mine, self.segments(source)):
-                    blocks += blocks_between(q, k, _effective(window, length))
+                    limit = _effective(window, length if strips else max(self.padded))
+                    blocks += blocks_between(q, k, limit, strips)
                 program.append(blocks)
             marked = program if window is None else mark_first(program, self.ring_length)
             self.cache[key] = tuple(Step(s, tuple(b)) for s, b in zip(sources, marked))

@@ -65,7 +65,9 @@ class Block:
         return int((np.minimum(newest, keys - 1) - np.maximum(newest - self.window + 1, 0) + 1).sum())
 
 
-def blocks_between(queries: tuple[Segment, ...], keys: tuple[Segment, ...], window: int | None) -> list[Block]:
+def blocks_between(
+    queries: tuple[Segment, ...], keys: tuple[Segment, ...], window: int | None, strips: bool = True
+) -> list[Block]:
     """Blocks of one document between a rank's queries and a (same or other) rank's keys; empty where all is masked.
 
     Segments are equal chunks of the document in ascending order, so two of them are identical or disjoint.
@@ -73,7 +75,7 @@ def blocks_between(queries: tuple[Segment, ...], keys: tuple[Segment, ...], wind
     if not queries or not keys:
         return []
     if window is not None:
-        return [b for q in queries for k in keys for b in _band_blocks(q, k, window)]
+        return [b for q in queries for k in keys for b in _band_blocks(q, k, window, strips)]
     if queries == keys:  # ascending positions on both sides: causal in local order as well
         start, stop = queries[0].offset, queries[-1].offset + queries[-1].length
         return [Block(start, stop, start, stop, "causal", first=True)]
@@ -89,14 +91,14 @@ def blocks_between(queries: tuple[Segment, ...], keys: tuple[Segment, ...], wind
     return blocks
 
 
-def _band_blocks(q: Segment, k: Segment, window: int) -> list[Block]:
+def _band_blocks(q: Segment, k: Segment, window: int, strips: bool) -> list[Block]:
     first, stop = max(q.start, k.start), min(q.stop, k.stop + window - 1)
-    strip = max(MIN_STRIP, min(MAX_STRIP, window))
+    strip = max(MIN_STRIP, min(MAX_STRIP, window)) if strips else max(stop - first, 1)
     blocks = []
     for top in range(first, stop, strip):
         end = min(top + strip, stop)
         oldest, newest = max(k.start, top - window + 1), min(k.stop, end)
-        full = newest - 1 <= top and oldest > end - 1 - window
+        full = strips and newest - 1 <= top and oldest > end - 1 - window
         blocks.append(
             Block(
                 q0=q.offset + top - q.start,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import sys
 import types
 from dataclasses import replace
@@ -9,10 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybrid5d.context_parallel import choose_kernel
+from hybrid5d.context_parallel import SequencePlan, choose_kernel
 from hybrid5d.context_parallel.kernels import available_kernels
+from hybrid5d.context_parallel.kernels.aten_flash import AtenFlashKernel
 from hybrid5d.context_parallel.kernels.chunked import ChunkedKernel
-from hybrid5d.context_parallel.kernels.flash_attn import FlashAttnKernel
+from hybrid5d.context_parallel.kernels.flash_attn import FlashAttnKernel, package_functions
 from hybrid5d.plan.sequence_blocks import Block
 from tests.attention_cases import Case, Error, Runner
 from tests.harness import run_ranks
@@ -22,6 +24,9 @@ CASES = [
     Case("p2p", 8, 2, ((5, 40, 3), (17,)), True),
     Case("all_gather", 8, 8, ((301, 20),), True, 90),
     Case("a2a", 8, 2, ((40,), (31,)), window=6),
+    Case("p2p", 8, 2, ((5, 40, 3, 33),), True, 9),
+    Case("p2p", 4, 2, (tuple(3 + i % 5 for i in range(64)),), True),
+    Case("all_gather", 4, 2, (tuple(3 + 4 * (i % 5) for i in range(16)),), True, 6),
 ]
 
 
@@ -64,7 +69,7 @@ def fake_backward(
     softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
 ):  # fmt: skip
     """flash_attn 2.8's `_flash_attn_varlen_backward`: fills dq, dk, dv."""
-    assert softmax_lse.shape == (q.shape[1], q.shape[0]) and softmax_lse.is_contiguous() and deterministic
+    assert softmax_lse.shape == (q.shape[1], q.shape[0]) and softmax_lse.is_contiguous() and not deterministic
 
     def one(rows, keys):
         block = _block(rows.stop - rows.start, keys.stop - keys.start, causal, window_size_left, window_size_right)
@@ -90,18 +95,46 @@ def stand_in() -> None:
     interface._flash_attn_varlen_forward, interface._flash_attn_varlen_backward = fake_forward, fake_backward
     package = types.ModuleType("flash_attn")
     package.flash_attn_interface = interface
+    package.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
     sys.modules.update({"flash_attn": package, "flash_attn.flash_attn_interface": interface})
+    package_functions.cache_clear()
+
+
+class AtenFlashOnCpu(AtenFlashKernel):
+    """aten's operators, which only CUDA has, in plain torch: the dense form as a batch of one sequence each."""
+
+    def _forward(self, qkv, offsets, call, scale):
+        q, k, v = qkv
+        if offsets[0] is None:
+            block = _block(q.shape[1], k.shape[1], call.causal, call.left, call.right)
+            return ChunkedKernel().forward(q, k, v, block, scale)
+        longest = max(call.row_counts), max(call.key_counts)
+        return fake_forward(q, k, v, *offsets, *longest, 0.0, scale, call.causal, call.left, call.right)[:2]
+
+    def _backward(self, given, lse, offsets, call, scale):
+        dout, q, k, v, out = given
+        if offsets[0] is None:
+            block = _block(q.shape[1], k.shape[1], call.causal, call.left, call.right)
+            return ChunkedKernel().backward(dout, q, k, v, out, lse, block, scale)
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        longest = max(call.row_counts), max(call.key_counts)
+        fake_backward(
+            dout, q, k, v, out, lse, *grads, *offsets, *longest, 0.0, scale, call.causal, call.left, call.right, 0.0,
+            None, False,
+        )  # fmt: skip
+        return tuple(grads)
 
 
 def errors_of(rank: int, world: int, kernel: str) -> list[list[Error]]:
     if kernel == "flash_attn":
         stand_in()
-    chosen = FlashAttnKernel() if kernel == "flash_attn" else kernel
+    made = {"flash_attn": FlashAttnKernel, "aten_flash": AtenFlashOnCpu}
+    chosen = made[kernel]() if kernel in made else kernel
     runner = Runner(rank, world)
     return [runner.errors(replace(case, kernel=chosen)) for case in CASES]
 
 
-@pytest.mark.parametrize("kernel", ["chunked", "flash_attn"])
+@pytest.mark.parametrize("kernel", ["chunked", "flash_attn", "aten_flash"])
 @pytest.mark.parametrize("cp", [1, 4])
 def test_kernel_equals_full_attention(kernel, cp):
     for errors in run_ranks(cp, errors_of, cp, kernel):
@@ -122,6 +155,25 @@ def test_flash_attn_computes_all_documents_in_one_call(monkeypatch):
     (call,) = kernel.calls(plan.steps(1)[1].blocks, cpu)  # all queries of rank 1 on the first chunk of rank 0
     assert call.row_counts == (4, 20, 2, 10) and call.key_counts == (2, 10, 1, 5)
     assert isinstance(call.rows, slice) and not isinstance(call.keys, slice)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_documents_and_windows_are_one_call(window):
+    """64 documents of many lengths, some shorter than the window: one call; on a ring one a step, or one a pair of chunks."""
+    lengths = (tuple(3 + 4 * (i % 7) for i in range(64)),)
+    kernel, cpu = AtenFlashKernel(), torch.device("cpu")
+    plan = SequencePlan.build(lengths, packed=True)
+    (call,) = kernel.calls(plan.steps(0, window, strips=False)[0].blocks, cpu)
+    assert len(call.row_counts) == 64 and isinstance(call.rows, slice) and isinstance(call.keys, slice)
+    assert (call.causal, call.left, call.right) == ((True, -1, -1) if window is None else (False, 8, 0))
+    q, k = call.offsets_of(1, cpu)
+    assert q.dtype == torch.int32 and q.tolist() == k.tolist() and q[-1] == sum(lengths[0])
+    assert call.offsets_of(1, cpu)[0] is q, "made once"
+    ring = SequencePlan.build(((28,) * 64,), 2, packed=True)
+    for rank in range(2):
+        steps = ring.steps(rank, window, strips=False)
+        assert sum(len(kernel.calls(step.blocks, cpu)) for step in steps) <= (2 if window is None else 5)
+    assert len(ChunkedKernel().calls(plan.steps(0, window)[0].blocks, cpu)) >= 64
 
 
 def test_choice():

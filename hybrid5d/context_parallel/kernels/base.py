@@ -34,6 +34,7 @@ class Kernel(Protocol):
     """One way to compute blocks of attention."""
 
     name: str
+    native_window: bool  # computes a sliding window as one block; else it is cut into strips
 
     def calls(self, blocks: tuple[Block, ...], device: torch.device) -> Sequence[Call]:
         """How the kernel computes a step's blocks: one call each, or several in one."""
@@ -51,6 +52,7 @@ class BlockKernel:
     """A kernel that computes one block a call."""
 
     name = ""
+    native_window = False
 
     def calls(self, blocks: tuple[Block, ...], device: torch.device) -> Sequence[Call]:
         return blocks
@@ -66,11 +68,3 @@ def band_mask(m: int, n: int, shift: int, window: int, dtype: torch.dtype, devic
     age = torch.arange(m, device=device)[:, None] + shift - torch.arange(n, device=device)
     mask = torch.zeros(age.shape, dtype=dtype, device=device)
     return mask.masked_fill_((age < 0) | (age >= window), float("-inf"))[None, None]
-
-
-def flash_window(block: Block) -> dict[str, int]:
-    """The band as flash attention counts it, from the lower right corner: row i sees i+n-m-left .. i+n-m+right."""
-    if block.kind != "band":
-        return {}
-    right = block.shift - (block.k1 - block.k0) + (block.q1 - block.q0)
-    return {"window_size_left": block.window - 1 - right, "window_size_right": right}

@@ -1,101 +1,70 @@
-"""The flash-attn package, variable-length form: all blocks of a step that share a mask are one call.
+"""The flash-attn package, variable-length form.
 
 A ring needs a backward that takes (out, lse) from outside. Neither flash-attn's public functions nor torch's
-`varlen_attn` offer one, so this calls the two private ones of flash-attn 2.
+`varlen_attn` offer one, so this calls the two private ones of flash-attn 2.7 and later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+import importlib.util
+import inspect
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybrid5d.context_parallel.kernels.base import Call, flash_window
-from hybrid5d.plan.sequence_blocks import Block
+from hybrid5d.context_parallel.kernels.varlen import Offsets, VarlenCall, VarlenKernel
+
+_NAMES = ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward")
+_NEEDED = ("window_size_left", "window_size_right", "softcap", "cu_seqlens_q")  # 2.6 and before say window_size
 
 
-@dataclass(frozen=True)
-class VarlenCall:
-    """Several blocks in one call; `rows` and `keys` are their ranges one after the other."""
+@lru_cache
+def package_functions() -> tuple[Callable[..., Any], Callable[..., Any]] | str:
+    """flash-attn's forward and backward, or why they cannot be used ("" where nothing of that name is installed)."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return ""
+    try:
+        from flash_attn import flash_attn_interface as package
 
-    rows: slice | Tensor
-    keys: slice | Tensor
-    first: bool
-    row_counts: tuple[int, ...]
-    key_counts: tuple[int, ...]
-    options: dict[str, Any]  # causal and window of the package
-    offsets: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # cu_seqlens by batch size
-
-    def cu_seqlens(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Offsets of the sequences of a flattened [b * T, heads, d], int32."""
-        if batch not in self.offsets:
-            both = (self.row_counts, self.key_counts)
-            cu = [torch.tensor(list(accumulate((0, *counts * batch))), dtype=torch.int32) for counts in both]
-            self.offsets[batch] = (cu[0].to(device), cu[1].to(device))
-        return self.offsets[batch]
+        forward, backward = (getattr(package, name) for name in _NAMES)
+        missing = [x for f in (forward, backward) for x in _NEEDED if x not in inspect.signature(f).parameters]
+    except Exception as exc:  # a wheel of another torch fails in ways of its own: symbols, operators, drivers
+        return f"the flash_attn package that is installed cannot be used ({type(exc).__name__}: {exc})"
+    if missing:
+        return f"the flash_attn package that is installed is not 2.7 or later (no {missing[0]})"
+    return forward, backward
 
 
-class FlashAttnKernel:
+class FlashAttnKernel(VarlenKernel):
     """flash-attn 2 on CUDA: fp16 and bf16, GQA and windows native."""
 
     name = "flash_attn"
 
     def __init__(self) -> None:
-        from flash_attn import flash_attn_interface as package
+        found = package_functions()
+        if isinstance(found, str):
+            raise ValueError(found or "no flash_attn package is installed")
+        self._forward, self._backward = found
 
-        self._forward, self._backward = package._flash_attn_varlen_forward, package._flash_attn_varlen_backward
-
-    def calls(self, blocks: tuple[Block, ...], device: torch.device) -> Sequence[Call]:
-        groups: list[tuple[tuple[object, ...], list[Block]]] = []
-        for block in blocks:
-            key = (block.kind, block.first, *flash_window(block).items())
-            if groups and groups[-1][0] == key and groups[-1][1][-1].q1 <= block.q0:  # rows of a call are distinct
-                groups[-1][1].append(block)
-            else:
-                groups.append((key, [block]))
-        return [_call(group, device) for _, group in groups]
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
-        b, m = q.shape[:2]
-        cu_q, cu_k = call.cu_seqlens(b, q.device)
+    def varlen_forward(
+        self, flat: Sequence[Tensor], offsets: Offsets, call: VarlenCall, scale: float
+    ) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self._forward(
-            *(x.flatten(0, 1) for x in (q, k, v)), cu_q, cu_k, max(call.row_counts), max(call.key_counts), 0.0, scale,
-            **call.options,
+            *flat, *offsets, max(call.row_counts), max(call.key_counts), 0.0, scale, causal=call.causal,
+            window_size_left=call.left, window_size_right=call.right,
         )  # fmt: skip
-        return out.unflatten(0, (b, m)), lse.unflatten(1, (b, m)).transpose(0, 1)
+        return out, lse
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: VarlenCall, scale: float
+    def varlen_backward(
+        self, flat: Sequence[Tensor], lse: Tensor, offsets: Offsets, call: VarlenCall, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        cu_q, cu_k = call.cu_seqlens(q.shape[0], q.device)
-        flat = [x.flatten(0, 1) for x in (dout, q, k, v, out)]
-        dq, dk, dv = (torch.empty(x.flatten(0, 1).shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in flat[1:4])
         self._backward(
-            *flat, lse.transpose(0, 1).flatten(1, 2).contiguous(), dq, dk, dv, cu_q, cu_k,
-            max(call.row_counts), max(call.key_counts), 0.0, scale,
-            softcap=0.0, alibi_slopes=None, deterministic=True, **call.options,
+            *flat, lse, dq, dk, dv, *offsets, max(call.row_counts), max(call.key_counts), 0.0, scale,
+            causal=call.causal, window_size_left=call.left, window_size_right=call.right, softcap=0.0,
+            alibi_slopes=None, deterministic=torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
-        return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
-
-
-def _call(blocks: list[Block], device: torch.device) -> VarlenCall:
-    window = flash_window(blocks[0]) or {"window_size_left": -1, "window_size_right": -1}
-    return VarlenCall(
-        rows=_ranges([b.rows for b in blocks], device),
-        keys=_ranges([b.keys for b in blocks], device),
-        first=blocks[0].first,
-        row_counts=tuple(b.q1 - b.q0 for b in blocks),
-        key_counts=tuple(b.k1 - b.k0 for b in blocks),
-        options={"causal": blocks[0].kind == "causal", **window},
-    )
-
-
-def _ranges(ranges: list[slice], device: torch.device) -> slice | Tensor:
-    """One slice where the ranges follow each other, else an index."""
-    if all(a.stop == b.start for a, b in pairwise(ranges)):
-        return slice(ranges[0].start, ranges[-1].stop)
-    return torch.cat([torch.arange(r.start, r.stop) for r in ranges]).to(device)
+        return dq, dk, dv
