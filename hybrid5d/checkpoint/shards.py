@@ -19,6 +19,7 @@ from hybrid5d.parallel.context import ParallelContext
 from hybrid5d.parallel.shard import Piece, pieces_of, shard_of
 
 RNG = "rng/cpu"
+CUDA_RNG = "rng/cuda"
 
 
 def saved_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -114,6 +115,12 @@ def _write(
     return [e for e, _ in entries], stored
 
 
+def random_state() -> dict[str, Tensor]:
+    """The states of this rank's random generators."""
+    there = {CUDA_RNG: torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}
+    return {RNG: torch.get_rng_state()} | there
+
+
 def write_shards(state: TrainState, folder: Path, moments: tuple[str, ...], extra: Mapping[str, Any]) -> Manifest:
     """Every rank writes its shard into `folder`, which exists; returns the manifest. Collective over the world.
 
@@ -131,7 +138,7 @@ def write_shards(state: TrainState, folder: Path, moments: tuple[str, ...], extr
     written: dict[str, StoredFile] = {}
     entries: list[_Entry] = []
     failure: OSError | None = None
-    for name, gathers, more in ((model, masters, {}), (optim, rest, {RNG: torch.get_rng_state()})):
+    for name, gathers, more in ((model, masters, {}), (optim, rest, random_state())):
         try:
             found, stored = _write(state, folder / name, gathers, more)
         except OSError as exc:  # not raised yet: the second file's gathers need this rank

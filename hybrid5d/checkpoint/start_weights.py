@@ -54,6 +54,15 @@ class TensorFiles:
         self._open.clear()
         self._stack.close()
 
+    def _file(self, path: Path) -> safe_open:
+        if path not in self._open:
+            self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+        return self._open[path]
+
+    def holds(self, path: Path, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        return name in self._file(path).keys()  # noqa: SIM118  it is no dict
+
     def read(self, path: Path, name: str, box: tuple[slice, ...] = ()) -> Tensor:
         """The part `box` (one slice a dimension; () = all) of a tensor; a view of the mapped file.
 
@@ -61,9 +70,7 @@ class TensorFiles:
             CheckpointError: the file cannot be read.
         """
         try:
-            if path not in self._open:
-                self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
-            part = self._open[path].get_slice(name)[box or slice(None)]
+            part = self._file(path).get_slice(name)[box or slice(None)]
         except (OSError, SafetensorError) as exc:
             raise CheckpointError(f"{path}: {name} cannot be read: {exc}") from None
         self.bytes_read += part.numel() * part.element_size()

@@ -6,7 +6,7 @@ max-shifted log-sum-exp; the backward recomputes only each block's probabilities
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from hybrid5d.context_parallel.kernels import Call, Kernel
 from hybrid5d.context_parallel.merge import Merge
 from hybrid5d.context_parallel.transport import GatherTransport, Part, RingTransport, Transport, accumulate_dtype
 from hybrid5d.parallel.context import Axis
+from hybrid5d.parallel.copies import to_device
 from hybrid5d.parallel.messages import Traffic
 from hybrid5d.plan.sequence import SequencePlan
 
@@ -35,11 +36,10 @@ class RingSetup:
 
     def calls(self, i: int, device: torch.device) -> Sequence[Call]:
         """The kernel calls of this rank's step i."""
-        key = ("calls", self.kernel.name, self.axis.rank, i, self.window, device)
-        if key not in self.plan.cache:
-            blocks = self.plan.steps(self.axis.rank, self.window, not self.kernel.native_window)[i].blocks
-            self.plan.cache[key] = self.kernel.calls(blocks, device)
-        return self.plan.cache[key]
+        program = Program(self.plan, self.axis.rank, self.kernel, self.window)
+        if program.key(device) not in self.plan.cache:  # nobody prepared it
+            program.place(iter(to_device(program.tensors, device)), device)
+        return self.plan.cache[program.key(device)][i]
 
     def transport(self) -> Transport:
         """A fresh one for one pass."""
@@ -48,6 +48,36 @@ class RingSetup:
         else:
             kind = GatherTransport if self.plan.method == "all_gather" else RingTransport
         return kind(self.axis, self.plan, self.window, self.traffic)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A rank's kernel calls of all steps; what they need on the device may go there with other tensors, in one copy."""
+
+    plan: SequencePlan
+    rank: int  # on the ring
+    kernel: Kernel
+    window: int | None
+
+    def key(self, device: torch.device | None = None) -> tuple[object, ...]:
+        """Of the plan's cache; without a device, of the calls as they are made on the host."""
+        return "calls", self.kernel.name, self.rank, self.window, device
+
+    @property
+    def calls(self) -> list[Sequence[Call]]:
+        """By step, on the host."""
+        if self.key() not in self.plan.cache:
+            steps = self.plan.steps(self.rank, self.window, not self.kernel.native_window)
+            self.plan.cache[self.key()] = [self.kernel.calls(step.blocks, self.plan.batch) for step in steps]
+        return self.plan.cache[self.key()]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [x for calls in self.calls for call in calls for x in call.tensors]
+
+    def place(self, there: Iterator[Tensor], device: torch.device) -> None:
+        """Take `tensors` on the device, in order; attention finds them in the plan."""
+        self.plan.cache[self.key(device)] = [[call.placed(there) for call in calls] for calls in self.calls]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, setup: RingSetup) -> Tensor:

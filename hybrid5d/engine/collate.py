@@ -9,6 +9,8 @@ from typing import Literal
 import numpy as np
 import torch
 
+from hybrid5d.context_parallel.kernels import Kernel
+from hybrid5d.context_parallel.ring import Program
 from hybrid5d.data.types import COLUMNS, IGNORE_INDEX, Document, MicroBatch, Row, column_names
 from hybrid5d.engine.objective import SUPERVISED, Objective
 from hybrid5d.models.batch import LocalBatch
@@ -23,12 +25,16 @@ class SequenceOptions:
 
     Attributes:
         packed: documents of a row must not see each other; the micro-batch's rows become one.
+        kernel: which attends; what it needs on the device goes there with the batch.
+        windows: of this rank's layers.
     """
 
     method: Literal["p2p", "a2a", "a2a+p2p", "all_gather"] = "p2p"
     load_balance: Literal["zigzag", "contiguous"] = "zigzag"
     ulysses: int = 1
     packed: bool = False
+    kernel: Kernel | None = None
+    windows: frozenset[int | None] = frozenset({None})
 
 
 def is_packed(micro_batch: MicroBatch, options: SequenceOptions) -> bool:
@@ -84,15 +90,21 @@ def local_batch(
         return cut(lambda d: d.columns.get(name, np.full(len(d), fill, np.float32)), fill, torch.float32)
 
     names = sorted({*column_names(d for row in rows for d in row), *objective.rule.needs})
-    ids, labels, positions, *columns = to_device(
+    programs = _programs(plan, ctx, options, device)
+    there = to_device(
         [
             cut(lambda d: d.input_ids, 0),
             cut(lambda d: d.labels, IGNORE_INDEX),
             cut(lambda d: np.arange(len(d)) if d.position_ids is None else d.position_ids, 0),
             *map(column, names),
+            *(x for program in programs for x in program.tensors),
         ],
         device,
     )
+    ids, labels, positions, *columns = there[: 3 + len(names)]
+    rest = iter(there[3 + len(names) :])
+    for program in programs:
+        program.place(rest, device)
     shards = ctx.tp.size if ctx.sequence_parallel else 1
     return LocalBatch(
         input_ids=ids,
@@ -104,6 +116,16 @@ def local_batch(
         sequence=plan,
         hidden_shape=(plan.batch, plan.local_length // shards, hidden_size),
     )
+
+
+def _programs(
+    plan: SequencePlan, ctx: ParallelContext, options: SequenceOptions, device: torch.device
+) -> list[Program]:
+    """Attention's programs of this micro-batch that are not on the device yet."""
+    if options.kernel is None or device.type == "cpu":
+        return []
+    made = [Program(plan, ctx.cp.rank // plan.ulysses, options.kernel, w) for w in sorted(options.windows, key=str)]
+    return [p for p in made if p.key(device) not in plan.cache]
 
 
 def valid_tokens(micro_batch: MicroBatch) -> int:

@@ -36,11 +36,13 @@ from hybrid5d.engine.step import (
     Counts,
     check_agreement,
     count_tokens,
+    device_memory,
     loss_scales,
     own_modes,
     peak_memory_bytes,
     reported,
     set_schedule,
+    start_memory_peak,
     sum_over_model,
 )
 from hybrid5d.errors import DataError
@@ -74,7 +76,10 @@ class Engine:
     ):  # fmt: skip
         self.plan, self.ctx, self.module, self.device = plan, ctx, module, current_device()
         self.global_step = self.skipped_steps = 0
-        self._spec, self._options, self._dtype = spec, options, DTYPES[plan.precision.dtype]
+        self._spec, self._dtype = spec, DTYPES[plan.precision.dtype]
+        kernel = choose_kernel(plan.config.actor.model.attention_kernel, self.device, self._dtype, spec.head_dim)
+        windows = frozenset(spec.window(i) for i in range(spec.num_layers))
+        self._options = replace(options, kernel=kernel, windows=windows)
         groups = parameter_groups(module)
         self.ds: PipelineAdapter | PlainAdapter = build_adapter(
             module, ctx, plan.deepspeed, groups, plan.zero_stage, self._dtype
@@ -87,8 +92,8 @@ class Engine:
     @property
     def attention_kernel(self) -> str:
         """Name of the attention kernel in use (`actor.model.attention_kernel` forces one)."""
-        asked = self.plan.config.actor.model.attention_kernel
-        return choose_kernel(asked, self.device, self._dtype, self._spec.head_dim).name
+        assert self._options.kernel is not None
+        return self._options.kernel.name
 
     @property
     def transport(self) -> str:
@@ -109,6 +114,7 @@ class Engine:
                 step, when ranks of one dp replica were given different rows.
         """
         started = time.perf_counter()
+        start_memory_peak(self.device)
         counts = self._checked(batch, objective)
         scales = self._scales(counts, objective, self.plan.config.actor.loss_normalization)
         lr = set_schedule(self.ds.optimizer, self.plan.schedule, self.global_step - self.skipped_steps)
@@ -247,8 +253,9 @@ class Engine:
         self, batch: StepBatch, counts: Counts, loss: float, metrics: dict[str, float], started: float
     ) -> dict[str, Any]:
         """What both kinds of result say. Collective over the world."""
-        mine = [time.perf_counter() - started, float(peak_memory_bytes(self.device))]
-        seconds, peak = max_scalars(mine, world_axis(), self.device)
+        memory = device_memory(self.device)
+        mine = [time.perf_counter() - started, float(peak_memory_bytes(self.device)), *memory.values()]
+        seconds, peak, *most = max_scalars(mine, world_axis(), self.device)
         return {
             "step": self.global_step,
             "loss": loss,
@@ -257,7 +264,7 @@ class Engine:
             "step_time_s": seconds,
             "peak_memory_bytes": int(peak),
             "rows_seen": batch.row_ids,
-            "metrics": metrics,
+            "metrics": metrics | dict(zip(memory, most)),
         }
 
     # --- state ------------------------------------------------------------------------------------------------------

@@ -189,6 +189,27 @@ def sum_over_model(values: Sequence[float], ctx: ParallelContext, device: torch.
     return found
 
 
+def device_memory(device: torch.device) -> dict[str, float]:
+    """CUDA: bytes at the step's peak that tensors and torch's allocator held, and all that is in use on the device.
+
+    The last has what torch does not know of: CUDA's context, NCCL's buffers, other processes.
+    """
+    if device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "memory_allocated_bytes": float(torch.cuda.max_memory_allocated(device)),
+        "memory_reserved_bytes": float(torch.cuda.max_memory_reserved(device)),
+        "memory_device_bytes": float(total - free),
+    }
+
+
+def start_memory_peak(device: torch.device) -> None:
+    """The next `device_memory` is about what comes from here on."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Peak of device memory on CUDA, of the resident set on CPU."""
     if device.type == "cuda":

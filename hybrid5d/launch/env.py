@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from hybrid5d.config.dtypes import precision
@@ -110,6 +111,23 @@ _PACKAGES = ("hybrid5d", "torch", "deepspeed", "numpy", "transformers", "acceler
 _VARIABLES = ("OMP_", "MKL_", "DS_", "NCCL_", "GLOO_", "ACCELERATE_", "CUDA_VISIBLE_DEVICES", "MASTER_", "TORCH")
 
 
+def _gpu() -> dict[str, Any]:
+    """This rank's GPU and what drives it."""
+    import torch
+
+    version = Path("/proc/driver/nvidia/version")
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "gpu": properties.name,
+        "gpu_memory_bytes": properties.total_memory,
+        "gpus_visible": torch.cuda.device_count(),
+        "compute_capability": list(torch.cuda.get_device_capability()),
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "driver": version.read_text(encoding="utf-8").splitlines()[0] if version.exists() else None,
+    }
+
+
 def environment(env: LaunchEnv, device: str) -> dict[str, Any]:
     """Versions, machine, launcher and the variables that libraries read."""
     versions = {}
@@ -124,6 +142,7 @@ def environment(env: LaunchEnv, device: str) -> dict[str, Any]:
         "system": platform.platform(),
         "packages": versions,
         "device": device,
+        **(_gpu() if device == "cuda" else {}),
         "cores": usable_cores(),
         "launcher": env.launcher,
         "world_size": env.world_size,

@@ -208,10 +208,11 @@ def _resume(job: Job, engine: Engine, folder: RunFolder, loader: Source | None =
 
 
 def _barrier() -> None:
+    import torch
     import torch.distributed as dist
 
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
+        dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
 
 
 def _leave(job: Job) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from hybrid5d.errors import CheckpointError, ConfigError, ConfigErrors, HybridEr
 from hybrid5d.parallel.context import Axis
 
 T = TypeVar("T")
+HOST_TIMEOUT = datetime.timedelta(hours=2)  # of reading weights, writing checkpoints on the slowest host
 
 
 def world_axis() -> Axis:
@@ -23,8 +26,21 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     if axis.size == 1:
         return [value]
     found: list[Any] = [None] * axis.size
-    dist.all_gather_object(found, value, group=axis.group)
+    group = axis.group
+    if dist.get_backend(group) == "nccl":
+        group = _host_group(axis.ranks, dist.group.WORLD)
+    dist.all_gather_object(found, value, group=group)
     return found
+
+
+@lru_cache
+def _host_group(ranks: tuple[int, ...], world: Any) -> dist.ProcessGroup:
+    """A group of the same members for what happens on hosts, made by them at its first use.
+
+    On NCCL objects would queue behind kernels, and a rank that waits for another's slow disk would be aborted after the
+    time that a collective of training may take. `world`: the job that the group belongs to.
+    """
+    return dist.new_group(list(ranks), timeout=HOST_TIMEOUT, backend="gloo", use_local_synchronization=True)
 
 
 def together(axis: Axis, work: Callable[[], T]) -> T:

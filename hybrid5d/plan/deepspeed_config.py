@@ -83,6 +83,8 @@ def emit_deepspeed(config: RunConfig, batch: BatchPlan, translation: bool) -> Em
     for name in ("pipe_partitioned", "grad_partitioned", "use_reentrant"):
         e.emit(f"pipeline.{name}", False)
     e.emit("steps_per_print", None, free=True)
+    e.emit("wall_clock_breakdown", False)  # its timers do not fit instructions that are replaced: they fail
+    e.emit("timers.throughput.enabled", False, free=True)  # ours counts; DeepSpeed's synchronises the device
     if config.actor.optim.optimizer == "sgd":  # DeepSpeed knows torch's SGD only by this permission
         e.emit("zero_allow_untested_optimizer", True, free=True)
     _emit_precision(e, config)
@@ -126,6 +128,7 @@ def _emit_optimizer(e: Emitted, config: RunConfig) -> None:
     )  # fmt: skip
     if not sgd:
         e.emit(f"{path}.torch_adam", True)
+        e.emit(f"{path}.fused", True)  # one pass and no temporary of the partition's size
         e.emit(f"{path}.adam_w_mode", True)
 
 

@@ -54,6 +54,14 @@ class Block:
         return slice(self.k0, self.k1)
 
     @property
+    def tensors(self) -> tuple[()]:
+        """A block needs none on the device (see `kernels.base.Call`)."""
+        return ()
+
+    def placed(self, there: object) -> Block:
+        return self
+
+    @property
     def scores(self) -> int:
         """Scores that the mask leaves."""
         rows, keys = self.q1 - self.q0, self.k1 - self.k0

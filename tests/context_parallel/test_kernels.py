@@ -148,32 +148,34 @@ def test_flash_attn_computes_all_documents_in_one_call(monkeypatch):
     stand_in()
     case = Case(documents=((5, 40, 3), (17,)), packed=True)
     plan = Runner(0, 1).plan(replace(case))
-    kernel, cpu = FlashAttnKernel(), torch.device("cpu")
-    (call,) = kernel.calls(plan.steps(0)[0].blocks, cpu)
+    kernel = FlashAttnKernel()
+    (call,) = kernel.calls(plan.steps(0)[0].blocks, 1)
     assert (call.rows, call.row_counts) == (slice(0, 65), (5, 40, 3, 17))
     plan = plan.build(case.documents, 2, packed=True)
-    (call,) = kernel.calls(plan.steps(1)[1].blocks, cpu)  # all queries of rank 1 on the first chunk of rank 0
+    (call,) = kernel.calls(plan.steps(1)[1].blocks, 1)  # all queries of rank 1 on the first chunk of rank 0
     assert call.row_counts == (4, 20, 2, 10) and call.key_counts == (2, 10, 1, 5)
     assert isinstance(call.rows, slice) and not isinstance(call.keys, slice)
 
 
 @pytest.mark.parametrize("window", [None, 9])
 def test_documents_and_windows_are_one_call(window):
-    """64 documents of many lengths, some shorter than the window: one call; on a ring one a step, or one a pair of chunks."""
+    """64 documents, some shorter than the window: one call; on a ring one a step, or one a pair of chunks."""
     lengths = (tuple(3 + 4 * (i % 7) for i in range(64)),)
-    kernel, cpu = AtenFlashKernel(), torch.device("cpu")
+    kernel = AtenFlashKernel()
     plan = SequencePlan.build(lengths, packed=True)
-    (call,) = kernel.calls(plan.steps(0, window, strips=False)[0].blocks, cpu)
+    (call,) = kernel.calls(plan.steps(0, window, strips=False)[0].blocks, 1)
     assert len(call.row_counts) == 64 and isinstance(call.rows, slice) and isinstance(call.keys, slice)
     assert (call.causal, call.left, call.right) == ((True, -1, -1) if window is None else (False, 8, 0))
-    q, k = call.offsets_of(1, cpu)
+    q, k = call.offsets
     assert q.dtype == torch.int32 and q.tolist() == k.tolist() and q[-1] == sum(lengths[0])
-    assert call.offsets_of(1, cpu)[0] is q, "made once"
+    there = iter([x + 1 for x in call.tensors])
+    moved = call.placed(there)
+    assert moved.offsets.q[0] == 1 and moved.rows == call.rows and not list(there)
     ring = SequencePlan.build(((28,) * 64,), 2, packed=True)
     for rank in range(2):
         steps = ring.steps(rank, window, strips=False)
-        assert sum(len(kernel.calls(step.blocks, cpu)) for step in steps) <= (2 if window is None else 5)
-    assert len(ChunkedKernel().calls(plan.steps(0, window)[0].blocks, cpu)) >= 64
+        assert sum(len(kernel.calls(step.blocks, 1)) for step in steps) <= (2 if window is None else 5)
+    assert len(ChunkedKernel().calls(plan.steps(0, window)[0].blocks, 1)) >= 64
 
 
 def test_choice():

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybrid5d.context_parallel import ContextParallelAttention, hybrid_axes
+from hybrid5d.context_parallel import ContextParallelAttention, choose_kernel, hybrid_axes
 from hybrid5d.context_parallel.kernels.flash_attn import FlashAttnKernel
 from hybrid5d.data.types import Document
 from hybrid5d.engine.collate import SequenceOptions, local_batch
@@ -208,12 +208,12 @@ def count(view: View, layers: int) -> Counts:
     if not view.qk_norm:
         config |= {"model_type": "mistral", "sliding_window": view.window}
     spec = parse_hf_config(config)
-    options = SequenceOptions(
-        method=view.method, ulysses=2 if hybrid else view.cp if view.method == "a2a" else 1, packed=view.documents > 1
-    )
-    device, counting = torch.device("cuda", 0), Counting()
-
     kernel = _stand_in() if view.kernel == "flash_attn" else view.kernel
+    device, ulysses = torch.device("cuda", 0), 2 if hybrid else view.cp if view.method == "a2a" else 1
+    chosen = choose_kernel(kernel, device, TYPES[view.dtype]) if isinstance(kernel, str) else kernel
+    windows = frozenset(spec.window(i) for i in range(layers))
+    options = SequenceOptions(view.method, "zigzag", ulysses, view.documents > 1, chosen, windows)
+    counting = Counting()
 
     def attention() -> ContextParallelAttention:
         return ContextParallelAttention(ctx.cp, view.method, *hybrid, kernel=kernel)

@@ -18,16 +18,17 @@ class AtenFlashKernel(VarlenKernel):
     """
 
     name = "aten_flash"
+    dense = True
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
-        if len(call.row_counts) > 1:
+        if call.offsets is not None:
             return super().forward(q, k, v, call, scale)
         return self._forward((q, k, v), (None, None), call, scale)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: VarlenCall, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if len(call.row_counts) > 1:
+        if call.offsets is not None:
             return super().backward(dout, q, k, v, out, lse, call, scale)
         return self._backward((dout, q, k, v, out), lse.contiguous(), (None, None), call, scale)
 

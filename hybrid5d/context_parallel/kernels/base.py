@@ -18,7 +18,10 @@ from hybrid5d.plan.sequence_blocks import Block
 
 
 class Call(Protocol):
-    """What one kernel call covers: rows of the queries, keys, and whether earlier calls touched these rows."""
+    """What one kernel call covers: rows of the queries, keys, and whether earlier calls touched these rows.
+
+    `tensors`: those that must lie on the device; `placed` gives the same call with them there.
+    """
 
     @property
     def rows(self) -> slice | Tensor: ...
@@ -29,6 +32,11 @@ class Call(Protocol):
     @property
     def first(self) -> bool: ...
 
+    @property
+    def tensors(self) -> Sequence[Any]: ...
+
+    def placed(self, there: Any) -> Call: ...
+
 
 class Kernel(Protocol):
     """One way to compute blocks of attention."""
@@ -36,8 +44,8 @@ class Kernel(Protocol):
     name: str
     native_window: bool  # computes a sliding window as one block; else it is cut into strips
 
-    def calls(self, blocks: tuple[Block, ...], device: torch.device) -> Sequence[Call]:
-        """How the kernel computes a step's blocks: one call each, or several in one."""
+    def calls(self, blocks: tuple[Block, ...], batch: int) -> Sequence[Call]:
+        """How the kernel computes a step's blocks of `batch` rows: one call each, or several in one."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Any, scale: float) -> tuple[Tensor, Tensor]:
         """q [b, m, nq, d], k, v [b, n, nkv, d] -> out [b, m, nq, d] (q's type or fp32), lse [b, nq, m]."""
@@ -54,7 +62,7 @@ class BlockKernel:
     name = ""
     native_window = False
 
-    def calls(self, blocks: tuple[Block, ...], device: torch.device) -> Sequence[Call]:
+    def calls(self, blocks: tuple[Block, ...], batch: int) -> Sequence[Call]:
         return blocks
 
 

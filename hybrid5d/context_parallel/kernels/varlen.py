@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from hybrid5d.context_parallel.kernels.base import Call
-from hybrid5d.parallel.copies import to_device
 from hybrid5d.plan.sequence_blocks import Block
 
 
@@ -28,6 +27,7 @@ class VarlenCall:
 
     Attributes:
         row_counts, key_counts: lengths of the blocks.
+        offsets: of the sequences, for all rows of the batch one after the other; None: a dense call, of one block.
         causal, left, right: the mask they share, counted from each block's lower right corner: with m rows and n keys
             row i sees keys i+n-m-left .. i+n-m+right; -1 = no bound.
     """
@@ -40,15 +40,18 @@ class VarlenCall:
     causal: bool
     left: int
     right: int
-    offsets: dict[int, Offsets] = field(default_factory=dict)  # by batch size
+    offsets: Offsets | None = None
 
-    def offsets_of(self, batch: int, device: torch.device) -> Offsets:
-        """Offsets for `batch` rows that lie one after the other; copied to the device once."""
-        if batch not in self.offsets:
-            both = (self.row_counts, self.key_counts)
-            cu = [torch.tensor(list(accumulate((0, *counts * batch))), dtype=torch.int32) for counts in both]
-            self.offsets[batch] = Offsets(*to_device(cu, device))
-        return self.offsets[batch]
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What must lie on the device before the call is made."""
+        return [x for x in (self.rows, self.keys, *(self.offsets or ())) if isinstance(x, Tensor)]
+
+    def placed(self, there: Iterator[Tensor]) -> VarlenCall:
+        """The same call with `tensors` taken from `there`, in order."""
+        rows, keys = (next(there) if isinstance(x, Tensor) else x for x in (self.rows, self.keys))
+        offsets = None if self.offsets is None else Offsets(next(there), next(there))
+        return replace(self, rows=rows, keys=keys, offsets=offsets)
 
 
 class VarlenKernel:
@@ -56,8 +59,9 @@ class VarlenKernel:
 
     name = ""
     native_window = True
+    dense = False  # a call of one block needs no offsets
 
-    def calls(self, blocks: tuple[Block, ...], device: torch.device) -> Sequence[Call]:
+    def calls(self, blocks: tuple[Block, ...], batch: int) -> Sequence[Call]:
         groups: dict[tuple[object, ...], list[list[Block]]] = {}
         for block in blocks:
             same = groups.setdefault((block.kind, block.first, *flash_window(block)), [])
@@ -66,12 +70,13 @@ class VarlenKernel:
             else:
                 same.append([block])
         ready = sorted((g for same in groups.values() for g in same), key=lambda g: not g[0].first)
-        return [_call(group, device) for group in ready]
+        return [_call(group, 0 if self.dense and len(group) == 1 else batch) for group in ready]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
         b, m = q.shape[:2]
         flat = [x.flatten(0, 1) for x in (q, k, v)]
-        out, lse = self.varlen_forward(flat, call.offsets_of(b, q.device), call, scale)
+        assert call.offsets is not None
+        out, lse = self.varlen_forward(flat, call.offsets, call, scale)
         return out.unflatten(0, (b, m)), lse.unflatten(1, (b, m)).transpose(0, 1)
 
     def backward(
@@ -79,7 +84,8 @@ class VarlenKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         flat = [x.flatten(0, 1) for x in (dout, q, k, v, out)]
         flat_lse = lse.transpose(0, 1).flatten(1, 2).contiguous()
-        dq, dk, dv = self.varlen_backward(flat, flat_lse, call.offsets_of(q.shape[0], q.device), call, scale)
+        assert call.offsets is not None
+        dq, dk, dv = self.varlen_backward(flat, flat_lse, call.offsets, call, scale)
         return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
     def varlen_forward(
@@ -103,21 +109,25 @@ def flash_window(block: Block) -> tuple[int, int]:
     return block.window - 1 - right, right
 
 
-def _call(blocks: list[Block], device: torch.device) -> VarlenCall:
-    rows, keys = _range([b.rows for b in blocks]), _range([b.keys for b in blocks])
-    indices = [x for x in (rows, keys) if isinstance(x, Tensor)]
-    placed = iter(to_device(indices, device))
+def _call(blocks: list[Block], batch: int) -> VarlenCall:
+    """`batch`: rows that the offsets are for; 0: a dense call."""
+    row_counts, key_counts = tuple(b.q1 - b.q0 for b in blocks), tuple(b.k1 - b.k0 for b in blocks)
     left, right = flash_window(blocks[0])
     return VarlenCall(
-        rows=next(placed) if isinstance(rows, Tensor) else rows,
-        keys=next(placed) if isinstance(keys, Tensor) else keys,
+        rows=_range([b.rows for b in blocks]),
+        keys=_range([b.keys for b in blocks]),
         first=blocks[0].first,
-        row_counts=tuple(b.q1 - b.q0 for b in blocks),
-        key_counts=tuple(b.k1 - b.k0 for b in blocks),
+        row_counts=row_counts,
+        key_counts=key_counts,
         causal=blocks[0].kind == "causal",
         left=left,
         right=right,
+        offsets=Offsets(_offsets(row_counts * batch), _offsets(key_counts * batch)) if batch else None,
     )
+
+
+def _offsets(counts: tuple[int, ...]) -> Tensor:
+    return torch.tensor(list(accumulate((0, *counts))), dtype=torch.int32)
 
 
 def _range(ranges: list[slice]) -> slice | Tensor:

@@ -152,7 +152,9 @@ class OptimizerState:
                 continue  # DeepSpeed's kernel keeps its count in the group
             if "exp_avg" in moments:
                 plain = type(self.base).__module__.startswith("torch.")
-                state["step"] = torch.tensor(float(step)) if plain else step
+                fused = any(group.get("fused") for group in self.base.param_groups)  # wants it beside the moments
+                device = flat.device if fused else None
+                state["step"] = torch.tensor(float(step), device=device) if plain else step
         for group in self.base.param_groups:
             if self.name.startswith("Fused"):
                 group["step"] = step

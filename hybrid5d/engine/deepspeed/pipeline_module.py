@@ -112,6 +112,7 @@ class HybridPipelineModule(PipelineModule):
             raise RuntimeError(f"rank {ctx.rank}: DeepSpeed places it at {at}, the layout at {mine}")
         kinds = [layer.kind for layer in layers[self._local_start : self._local_stop]]
         self._segments = recomputed_segments(kinds, recompute)
+        self._random = any(_draws(m) for m in self.modules())  # our decoder does not
         tag_for_deepspeed(self)
 
     def _partition_layers(self, method: str = "given") -> None:
@@ -128,8 +129,14 @@ class HybridPipelineModule(PipelineModule):
         for start, stop, recompute in self._segments:
             if recompute and torch.is_grad_enabled():  # ours, not DeepSpeed's (deepspeed.md: Recomputation)
                 x = torch.utils.checkpoint.checkpoint(
-                    partial(self._run, start, stop), x, batch, use_reentrant=False, preserve_rng_state=False
+                    partial(self._run, start, stop), x, batch, use_reentrant=False, preserve_rng_state=self._random
                 )
             else:
                 x = self._run(start, stop, x, batch)
         return x
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether it drops at random: recomputation must draw the same numbers again."""
+    rates = (getattr(module, name, 0.0) for name in ("p", "dropout", "drop_rate"))
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
