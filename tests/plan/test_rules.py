@@ -310,7 +310,12 @@ def test_the_raw_block_is_checked(ready: dict[str, Any], block: dict[str, Any], 
 
 
 def test_the_raw_block_is_merged_last(ready: dict[str, Any]) -> None:
-    block = {"memory_breakdown": True, "wall_clock_breakdown": False, "zero_optimization": {"reduce_bucket_size": 1000}, "gradient_clipping": 1.0}
+    block = {
+        "memory_breakdown": True,
+        "wall_clock_breakdown": False,
+        "zero_optimization": {"reduce_bucket_size": 1000},
+        "gradient_clipping": 1.0,
+    }
     found = plan(2, ready, actor__deepspeed=block)
     assert found.deepspeed["memory_breakdown"] is True and found.deepspeed["wall_clock_breakdown"] is False
     assert found.deepspeed["timers"] == {"throughput": {"enabled": False}}  # it synchronises the device (gpu.md: B3)
