@@ -92,6 +92,8 @@ def run(check: Check, gpus: int) -> Outcome:
     start = [sys.executable]
     if check.gpus > 1:
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(check.gpus)]
+    if "--training" in check.words:
+        model_folder()
     started = time.monotonic()
     with tempfile.TemporaryFile("w+") as out:  # a file: a hanging grandchild would keep a pipe open
         child = subprocess.Popen([*start, *check.words], stdout=out, stderr=out, cwd=REPO, start_new_session=True)
@@ -169,6 +171,16 @@ def loss(device: str = "cuda") -> str:
     return f"common factor off by {max(off):.1e}"
 
 
+def model_folder() -> Path:
+    """A tiny model that all ranks read; `run` makes it before it starts them."""
+    folder = Path(tempfile.gettempdir()) / f"gpu_check_{os.getuid()}"
+    if not (folder / "model.safetensors").exists():
+        from tests.kit import MODELS, save_model
+
+        save_model(MODELS["qwen3"], folder)
+    return folder
+
+
 def _engine(name: str, folder: str) -> tuple[Any, list[Any], Any]:
     from tests.engine_kit import Layout, build_engine
     from tests.kit import Recipe, make_packed_rows, make_rows
@@ -182,10 +194,9 @@ def _engine(name: str, folder: str) -> tuple[Any, list[Any], Any]:
 
 def train(name: str) -> str:
     """Three steps of a layout; losses against HF transformers in fp32 in one CPU process."""
-    from tests.kit import MODELS, hf_model, reference, save_model, step_batch
+    from tests.kit import MODELS, hf_model, reference, step_batch
 
-    folder = Path(tempfile.gettempdir()) / f"gpu_check_{os.getuid()}_{os.environ.get('LOCAL_RANK', '0')}"
-    engine, (layout, *steps), recipe = _engine(name, str(save_model(MODELS["qwen3"], folder)))
+    engine, (layout, *steps), recipe = _engine(name, str(model_folder()))
     results = [engine.train_batch(step_batch(rows, layout.dp, engine.ctx.dp.rank, 1)) for rows in steps]
     want = reference(hf_model(MODELS["qwen3"]), steps, recipe).losses
     off = max(abs(r.loss - w) / w for r, w in zip(results, want))
@@ -197,10 +208,9 @@ def waits() -> str:
     """Synchronisations of one step with four micro-batches, as torch counts them."""
     import torch
 
-    from tests.kit import MODELS, save_model, step_batch
+    from tests.kit import step_batch
 
-    folder = Path(tempfile.gettempdir()) / f"gpu_check_{os.getuid()}_waits"
-    engine, (_, *steps), _ = _engine("bf16", str(save_model(MODELS["qwen3"], folder)))
+    engine, (_, *steps), _ = _engine("bf16", str(model_folder()))
     batches = [step_batch(rows, 1, 0, 2) for rows in steps]
     engine.train_batch(batches[0])
     torch.cuda.set_sync_debug_mode("warn")
@@ -276,7 +286,11 @@ if __name__ == "__main__":
     parser.add_argument("--training", choices=list(TRAININGS))
     asked = parser.parse_args()
     if asked.part:
-        print("RESULT", train(asked.training) if asked.part == "train" else PARTS[asked.part](), flush=True)
+        try:
+            print("RESULT", train(asked.training) if asked.part == "train" else PARTS[asked.part](), flush=True)
+        except Exception as exc:
+            print("RESULT", f"{type(exc).__name__}: {exc}".replace("\n", " "), flush=True)
+            raise
         os._exit(0)  # groups are not taken down: a peer may be gone
     import torch
 

@@ -12,6 +12,9 @@ from tests.gpu import check
 from tests.gpu.check import PARTS, PROFILE, TRAININGS, Check, checks, main, run
 
 
+FULL = pytest.mark.full  # a start costs 15 s of a core
+
+
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [n for n in os.environ if n.startswith(("LOCAL_", "RANK", "WORLD_SIZE", "MASTER_"))]:
@@ -56,7 +59,9 @@ def test_every_check_names_a_part_that_exists() -> None:
             assert c.gpus == training.ranks == sizes[0] * sizes[1] * sizes[2] * sizes[3]
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16 packed rows", "tp2 sp"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("fp32", marks=FULL), pytest.param("bf16 packed rows", marks=FULL), "tp2 sp"]
+)
 def test_trainings_on_the_cpu(name: str) -> None:
     (asked,) = [c for c in checks() if c.name == f"training: {name}"]
     outcome = run(asked, asked.gpus)
