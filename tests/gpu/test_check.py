@@ -11,7 +11,6 @@ import pytest
 from tests.gpu import check
 from tests.gpu.check import PARTS, PROFILE, TRAININGS, Check, checks, main, run
 
-
 FULL = pytest.mark.full  # a start costs 15 s of a core
 
 
