@@ -10,6 +10,7 @@ def main() -> None:
     from hybrid5d.cli.check import check
     from hybrid5d.cli.config import app as config
     from hybrid5d.cli.convert import convert
+    from hybrid5d.cli.env import env
     from hybrid5d.cli.export import export
     from hybrid5d.cli.plan import plan
     from hybrid5d.cli.train import evaluate, train
@@ -28,5 +29,6 @@ def main() -> None:
     app.command()(export)
     app.command()(plan)
     app.command()(check)
+    app.command()(env)
     app.add_typer(config, name="config")
     app()
