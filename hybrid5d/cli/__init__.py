@@ -13,6 +13,7 @@ def main() -> None:
     from hybrid5d.cli.env import env
     from hybrid5d.cli.export import export
     from hybrid5d.cli.plan import plan
+    from hybrid5d.cli.report import report
     from hybrid5d.cli.train import evaluate, train
 
     app = typer.Typer(
@@ -30,5 +31,6 @@ def main() -> None:
     app.command()(plan)
     app.command()(check)
     app.command()(env)
+    app.command()(report)
     app.add_typer(config, name="config")
     app()

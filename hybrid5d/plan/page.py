@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
+from hybrid5d.html import document, table
 from hybrid5d.plan.forecast import Forecast, Prices
 from hybrid5d.plan.memory import groups_of, host_at_load
 from hybrid5d.plan.text import size
 
-_STYLE = """
-:root { color-scheme: light dark; --page: #fff; --text: #1b1f24; --faint: #59636e; --line: #d0d7de; --bad: #a40e26;
-  --c0: #0b5cad; --c1: #b35900; --c2: #1a7f37; --c3: #8250df; --c4: #bf3989;
-  --c5: #57606a; --c6: #0e7490; --c7: #7a5c00; }
-@media (prefers-color-scheme: dark) { :root { --page: #0d1117; --text: #e6edf3; --faint: #9da7b3; --line: #3d444d;
-  --bad: #ff8182; --c0: #58a6ff; --c1: #f0883e; --c2: #56d364; --c3: #bc8cff; --c4: #ff7bbd; --c5: #afb8c1;
-  --c6: #39c5cf; --c7: #e3b341; } }
-body { background: var(--page); color: var(--text); font: 16px/1.5 system-ui, sans-serif; max-width: 70rem;
-  margin: 0 auto; padding: 1rem 1.5rem 4rem; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
-table { border-collapse: collapse; } caption { text-align: left; color: var(--faint); padding-bottom: .4rem; }
-th, td { border-bottom: 1px solid var(--line); padding: .25rem .9rem .25rem 0; text-align: right; white-space: nowrap;
-  font-variant-numeric: tabular-nums; }
-th:first-child, td:first-child { text-align: left; }
-.scroll { overflow-x: auto; } .scroll:focus { outline: 2px solid var(--c0); }
-.warning { color: var(--bad); }
-.legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; }
-.legend span { display: inline-block; width: .8em; height: .8em; margin-right: .4em; border: 1px solid var(--text); }
-svg { width: 100%; height: auto; display: block; } svg text { fill: var(--text); font: 12px system-ui, sans-serif; }
-"""
 WIDTH, BAR, LEFT = 900, 22, 90
 
 
@@ -36,29 +17,12 @@ def page(found: Forecast) -> str:
     """The whole document."""
     layout = found.plan.layout
     title = f"Plan of {layout.world_size} ranks: tp {layout.tp}, cp {layout.cp}, dp {layout.dp}, pp {layout.pp}"
-    parts = [f"<h1>{escape(title)}</h1>", _summary(found), _warnings(found.warnings)]
+    parts = [_summary(found), _warnings(found.warnings)]
     if found.prices is not None:
         parts += [_memory(found.prices, found.hardware.memory_bytes), _time(found.prices), _traffic(found.prices)]
     parts += [_stages(found), _groups(found)]
     body = "\n".join(parts)
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
-    )
-
-
-def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    top = "".join(f'<th scope="col">{escape(h)}</th>' for h in head)
-    lines = []
-    for first, *rest in rows:
-        cells = "".join(f"<td>{escape(c)}</td>" for c in rest)
-        lines.append(f'<tr><th scope="row">{escape(first)}</th>{cells}</tr>')
-    told = escape(caption)
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{told}"><table><caption>{told}'
-        f"</caption><thead><tr>{top}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
-    )
+    return document(title, body)
 
 
 def _summary(found: Forecast) -> str:
@@ -144,7 +108,7 @@ def _memory(prices: Prices, card: int) -> str:
             "bytes",
             card,
         )
-        + _table("Bytes by stage. Allocated is the prediction; reserved and driver are estimates.", head, rows)
+        + table("Bytes by stage. Allocated is the prediction; reserved and driver are estimates.", head, rows)
         + f"<p>{escape(told)}</p>"
     )
 
@@ -155,7 +119,7 @@ def _time(prices: Prices) -> str:
     return (
         "<h2>Time of a step</h2>"
         + _bars("Seconds by part; the same numbers are in the table", {"step": parts}, "seconds")
-        + _table("Seconds of an optimizer step by part", ["part", "seconds", "share"], rows)
+        + table("Seconds of an optimizer step by part", ["part", "seconds", "share"], rows)
     )
 
 
@@ -164,7 +128,7 @@ def _traffic(prices: Prices) -> str:
     rows = [
         [str(i), *(f"{size(s[a]['sent'])} in {s[a]['calls']:,}" for a in axes)] for i, s in enumerate(prices.traffic)
     ]
-    return "<h2>Traffic</h2>" + _table(
+    return "<h2>Traffic</h2>" + table(
         "Bytes that one rank sends in a step, and in how many operations", ["stage", *axes], rows
     )
 
@@ -175,10 +139,10 @@ def _stages(found: Forecast) -> str:
         for s, live in zip(found.stages, found.schedule.live_chunks)
     ]
     head = ["stage", "decoder layers", "parameters a rank", "chunks alive"]
-    return "<h2>Stages</h2>" + _table("Pipeline stages", head, rows)
+    return "<h2>Stages</h2>" + table("Pipeline stages", head, rows)
 
 
 def _groups(found: Forecast) -> str:
     rows = [[axis, str(g.size), str(g.count), str(g.across_nodes)] for axis, g in found.groups.items()]
     caption = f"Groups of ranks; a node has {found.gpus_per_node}"
-    return "<h2>Groups</h2>" + _table(caption, ["axis", "ranks", "groups", "across nodes"], rows)
+    return "<h2>Groups</h2>" + table(caption, ["axis", "ranks", "groups", "across nodes"], rows)

@@ -131,8 +131,8 @@ class RunFolder:
 
     def last_loss(self, step: int) -> float | None:
         """Training loss that metrics.jsonl gives for a step; None where it has none."""
-        records = _records(self / METRICS) if (self / METRICS).exists() else []
-        return next((r.get("loss") for r in reversed(records) if r["step"] == step), None)
+        lines = records(self / METRICS) if (self / METRICS).exists() else []
+        return next((r.get("loss") for r in reversed(lines) if r["step"] == step), None)
 
     def earlier_result(self, step: int) -> dict[str, Any] | None:
         """What the last start here wrote into result.json, if it ended at `step`."""
@@ -159,17 +159,17 @@ def _unwritable(path: Path, exc: OSError) -> ConfigError:
     return ConfigError("runner.output_dir", str(path), f"cannot be written: {exc.strerror}", "choose another folder")
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
+def records(path: Path) -> list[dict[str, Any]]:
     """Objects of a JSONL file that have a step; a last line that a killed run left half-written is not one."""
-    records = []
+    found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             record = json.loads(line)
-            records.append({**record, "step": int(record["step"])})
+            found.append({**record, "step": int(record["step"])})
         except (ValueError, KeyError, TypeError):
             continue
-    return records
+    return found
 
 
 def _cut(path: Path, last: int) -> None:
-    write_whole(path, "".join(json.dumps(r) + "\n" for r in _records(path) if r["step"] <= last))
+    write_whole(path, "".join(json.dumps(r) + "\n" for r in records(path) if r["step"] <= last))
