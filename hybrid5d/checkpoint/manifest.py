@@ -7,6 +7,7 @@ checkpoints/
     model-pp00-tp01.safetensors       fp32 masters of one shard, by HF name
     optim-pp00-tp01-dp00.safetensors  optimizer moments, spread over the ranks that share the shard
     hf/                               config.json, tokenizer files: what an export needs
+  global_step_20/critic/              the same of PPO's value model
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hybrid5d.files import crc32_of
 from hybrid5d.plan.cut import Cut
 
 FORMAT = 1
-MANIFEST, LATEST, ACTOR, SIDECAR = "manifest.json", "latest", "actor", "hf"
+MANIFEST, LATEST, ACTOR, CRITIC, SIDECAR = "manifest.json", "latest", "actor", "critic", "hf"
 STEP_FOLDER = re.compile(r"global_step_(\d+)")
 WEIGHT = "weight"
 
@@ -233,6 +234,18 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     return folder
 
 
+def critic_beside(actor: Path) -> Path:
+    """The critic's folder of a checkpoint, beside the actor's.
+
+    Raises:
+        CheckpointError: it was saved by a run without one.
+    """
+    folder = actor.parent / CRITIC
+    if not folder.is_dir():
+        raise CheckpointError(f"{actor.parent} holds no critic, which this run trains; a run without one saved it")
+    return folder
+
+
 def whole_checkpoint(path: str | os.PathLike[str]) -> Path:
     """`find_checkpoint` for going on from it: every file is needed. Raises CheckpointError."""
     folder = find_checkpoint(path)
@@ -274,7 +287,9 @@ def resolve_resume(resume_dir: str | None, root: Path, damaged: Collection[Path]
         return Resume(whole_checkpoint(resume_dir))
     passed: list[str] = []
     for step, folder in checkpoints(root):
-        faults = [f"{folder}: its content is damaged"] if folder / ACTOR in damaged else faults_of(folder / ACTOR)
+        parts = [ACTOR, *([CRITIC] if (folder / CRITIC).is_dir() else [])]
+        faults = [f"{folder}: its content is damaged"] if folder / ACTOR in damaged else []
+        faults = faults or [fault for part in parts for fault in faults_of(folder / part)]
         if not faults:
             return Resume(folder / ACTOR, tuple(passed))
         passed.append(f"the checkpoint of step {step} is passed over: {faults[0]}")

@@ -31,13 +31,15 @@ from hybrid5d.parallel.shard import Piece, pieces_of
 
 
 def save_checkpoint(
-    state: TrainState, directory: str | Path, extra: Mapping[str, Any] | None = None, number: int | None = None
-) -> Path:
+    state: TrainState, directory: str | Path, extra: Mapping[str, Any] | None = None, number: int | None = None,
+    critic: TrainState | None = None,
+) -> Path:  # fmt: skip
     """Write `directory/global_step_N` and point `latest` at it; atomic. Collective over the world.
 
     Args:
         extra: JSON-ready values of the caller (position in the data ...), kept in the manifest as its `state`.
         number: the N; None: optimizer steps done.
+        critic: what is saved beside it, as whole or not at all.
 
     Raises:
         CheckpointError: a rank could not write; every rank raises it, what was there before stays valid.
@@ -45,26 +47,32 @@ def save_checkpoint(
     root, axis = Path(directory), world_axis()
     final = files.step_folder(root, state.step if number is None else number)
     temporary = temporary_of(final)
-    actor = temporary / files.ACTOR
+    parts = {files.ACTOR: state, **({files.CRITIC: critic} if critic is not None else {})}
     first = axis.rank == 0
 
     def start() -> None:
         if first:
             fresh_folder(temporary)
-            actor.mkdir()
+            for name in parts:
+                (temporary / name).mkdir()
 
     together(axis, start)
-    moments = tuple(sorted({m for found in gather_objects(state.optimizer.moments(), axis) for m in found}))
     try:
-        manifest = write_shards(state, actor, moments, extra or {})
+        manifests = {
+            name: write_shards(part, temporary / name, _moments(part), (extra or {}) if part is state else {})
+            for name, part in parts.items()
+        }
 
         def finish() -> None:
             if first:
-                faults = files.file_faults(actor, manifest)
-                if faults:  # another node's files are not visible here
-                    raise CheckpointError("\n".join([*faults, f"{root} must be on a file system that all nodes share"]))
-                write_sidecar(state.plan, actor / files.SIDECAR)
-                write_whole(actor / files.MANIFEST, manifest.to_json())
+                for name, part in parts.items():
+                    folder, manifest = temporary / name, manifests[name]
+                    faults = files.file_faults(folder, manifest)
+                    if faults:  # another node's files are not visible here
+                        advice = f"{root} must be on a file system that all nodes share"
+                        raise CheckpointError("\n".join([*faults, advice]))
+                    write_sidecar(part.plan, folder / files.SIDECAR)
+                    write_whole(folder / files.MANIFEST, manifest.to_json())
                 publish(temporary, final)
                 write_whole(root / files.LATEST, final.name + "\n")  # last: what it names is whole
                 shutil.rmtree(old_of(final), ignore_errors=True)
@@ -75,6 +83,11 @@ def save_checkpoint(
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     return final
+
+
+def _moments(state: TrainState) -> tuple[str, ...]:
+    """Names of the optimizer's moments on any rank. Collective over the world."""
+    return tuple(sorted({m for found in gather_objects(state.optimizer.moments(), world_axis()) for m in found}))
 
 
 # --- loading --------------------------------------------------------------------------------------------------------

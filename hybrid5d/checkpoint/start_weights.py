@@ -18,6 +18,7 @@ from hybrid5d.hf.folder import (
     HEAD,
     HEAD_DIFFERS,
     UNTIE,
+    VALUE_HEAD,
     HfWeights,
     has_safetensors,
     inspect_hf_folder,
@@ -108,6 +109,8 @@ def _fill(param: nn.Parameter, weights: HfWeights, files: TensorFiles, faults: l
         if not piece.length:
             continue
         name = weights.source(piece.name)
+        if name == VALUE_HEAD and name not in weights.tensors:
+            continue  # stays as it was made: `inspect_hf_folder` lets this one be missing
         path, _ = weights.tensors[name]
         part = files.read(path, name, piece.cut.slices(piece.full_shape))
         piece.local_view(param.data).copy_(part)

@@ -24,7 +24,7 @@ from hybrid5d.engine.step import own_modes
 from hybrid5d.errors import ConfigError, ConfigErrors
 from hybrid5d.hf.folder import KEY, weights_wanted
 from hybrid5d.hf.spec import ModelSpec
-from hybrid5d.models.decoder import LayerDef, decoder_layers
+from hybrid5d.models.decoder import LayerDef, ValueHead, decoder_layers
 from hybrid5d.models.dtypes import DTYPES
 from hybrid5d.models.init import init_weights
 from hybrid5d.parallel.context import Axis, ParallelContext
@@ -101,11 +101,16 @@ def initialize(
         defs = layers(spec, ctx, attention)
     module = HybridPipelineModule(defs, ctx, plan.stages, plan.recompute)
     if weights_wanted(model.load_weights, model.model_path):
+        for head in (m for m in module.modules() if isinstance(m, ValueHead)):  # the folder need not hold one
+            init_weights(head, plan.config.actor.seed, spec.initializer_range)
         load_hf_weights(module, str(model.model_path), spec)
     else:
         init_weights(module, plan.config.actor.seed, spec.initializer_range)
     freeze(module, plan.config.actor.freeze_parameters)
-    return Engine(plan, spec, ctx, module, options)
+    engine = Engine(plan, spec, ctx, module, options)
+    if plan.critic is not None:
+        engine.critic = initialize(plan.critic)
+    return engine
 
 
 def _model_files(plan: RunPlan, spec: ModelSpec) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hybrid5d.checkpoint.export import export_hf
 from hybrid5d.checkpoint.hf_tensors import BUCKET_BYTES, HfTensors
+from hybrid5d.checkpoint.manifest import critic_beside, find_checkpoint
 from hybrid5d.checkpoint.save_load import load_checkpoint, save_checkpoint
 from hybrid5d.checkpoint.state import TrainState
 from hybrid5d.context_parallel import choose_kernel
@@ -65,6 +66,7 @@ class Engine:
         module: this rank's layers; parameters say which part of which tensor they hold.
         device: where they are.
         ds: the DeepSpeed engine, for what has no method here.
+        critic: PPO's value model on the same ranks, in a layout of its own; saved and loaded with this engine.
         global_step: steps done: batches trained on.
         skipped_steps: those of them that changed nothing (fp16 overflows); the schedules of learning rate and weight
             decay do not count them.
@@ -88,6 +90,7 @@ class Engine:
         self._divisor = self.ds.gradient_accumulation_steps() * ctx.dp_cp.size
         self._agreed = self._warned = False
         self._reference: Reference | None = None
+        self.critic: Engine | None = None
 
     @property
     def attention_kernel(self) -> str:
@@ -178,6 +181,14 @@ class Engine:
         with self._reference.in_place() if reference and self._reference else nullcontext():
             outputs = self.ds.infer([replace(b, head="logprobs") for b in local])
         return collect(documents, zip(micro_batches, outputs), self.ctx, self._options, self.device)
+
+    def compute_values(self, documents: Sequence[Document], micro_batch_size: int | None = None) -> list[np.ndarray]:
+        """A critic's value of each token, fp32 [n], read where the token's successor is predicted.
+
+        As `compute_logprobs`, whose micro-batches and collectives it has.
+        """
+        assert self._spec.value_head, "values are a critic's"
+        return [found.logprobs for found in self.compute_logprobs(documents, micro_batch_size)]
 
     def keep_reference(self) -> None:
         """Keep the weights as they are now for `compute_logprobs(reference=True)`: a copy of each shard, on the CPU."""
@@ -283,13 +294,17 @@ class Engine:
         `state` (JSON-ready: data position ...) is handed back by `load_checkpoint`. N is `number`, else the optimizer
         steps done. Collective over the world.
         """
-        return save_checkpoint(self.state, directory, state, number)
+        critic = None if self.critic is None else self.critic.state
+        return save_checkpoint(self.state, directory, state, number, critic)
 
     def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:
         """Restore weights, optimizer state and step from `save_checkpoint`'s output; returns its `state`.
 
         `directory`: a folder of checkpoints (its newest is taken) or one checkpoint. Collective over the world.
         """
+        if self.critic is not None:  # first: where it is missing, nothing of the actor is overwritten
+            directory = find_checkpoint(directory)
+            self.critic.load_checkpoint(critic_beside(directory))
         manifest = load_checkpoint(self.state, directory)
         self.global_step = self.ds.global_steps = manifest.step
         self.skipped_steps = manifest.skipped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,9 +17,11 @@ from hybrid5d.hf.spec import ModelSpec
 KEY = "actor.model.model_path"
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+VALUE_HEAD = "score.weight"  # transformers' name in classifiers of one label
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 FUSED = ("qkv_proj", "Wqkv", "query_key_value", "c_attn", "gate_up_proj", "Wi", "w12")
 QUANTISED = ("qweight", "qzeros", "weight_scale", "weight_scale_inv", "absmax", "quant_map", "g_idx")
+_ENDS = 1 << 20  # bytes of a file's beginning and end that tell it from another
 SHOWN = 3  # names listed in a message before "and N more"
 HEAD_DIFFERS = f"{HEAD} differs from {EMBEDDING}, though config.json ties them"
 UNTIE = "set tie_word_embeddings=false in config.json"
@@ -77,6 +80,23 @@ def has_safetensors(folder: str | Path) -> bool:
         return any((Path(folder) / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
     except OSError:
         return False
+
+
+def weights_fingerprint(folder: str | Path) -> str:
+    """Which weights a folder holds: names, sizes, first and last MiB of its safetensors files; "" where it has none.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    digest, files = hashlib.blake2b(digest_size=16), sorted(Path(folder).glob("*.safetensors"))
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}:".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_ENDS))
+            file.seek(max(size - _ENDS, 0))
+            digest.update(file.read(_ENDS))
+    return digest.hexdigest() if files else ""
 
 
 def weights_wanted(load_weights: bool | None, folder: str | Path | None) -> bool:
@@ -208,10 +228,12 @@ def check_tensors(weights: HfWeights, expected: Mapping[str, tuple[int, ...]], t
     def refuse(rule: str, fix: str) -> None:
         errors.append(ConfigError(KEY, str(weights.folder), rule, fix))
 
+    if VALUE_HEAD in expected and VALUE_HEAD not in weights.tensors:  # a critic starts with a fresh one
+        expected = {n: shape for n, shape in expected.items() if n != VALUE_HEAD}
     # Only a tied model may find its one matrix under the other name.
     stored = {n: weights.source(n) if tied else n for n in expected}
     missing = [n for n, s in stored.items() if s not in weights.tensors]
-    ignorable = {HEAD} if tied else set()
+    ignorable = {HEAD} if tied or HEAD not in expected else set()
     unexpected = sorted(set(weights.tensors) - set(stored.values()) - ignorable)
     unexpected = [n for n in unexpected if not n.endswith("rotary_emb.inv_freq")]  # a buffer old Llama folders carry
     for rule, fix in _unexpected(unexpected, expected):
@@ -249,5 +271,5 @@ def inspect_hf_folder(
         fix = "dequantise the model and save it without quantization_config"
         return HfWeights(Path(folder)), [ConfigError(KEY, str(folder), rule, fix)]
     weights, errors = read_hf_folder(folder)
-    weights = replace(weights, tied=spec.tie_word_embeddings)
+    weights = replace(weights, tied=spec.tied)
     return weights, errors or check_tensors(weights, expected, spec.tie_word_embeddings)

@@ -43,8 +43,14 @@ class ModelSpec:
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
+    value_head: bool = False  # one number a token in place of the vocabulary: a critic
     notices: tuple[str, ...] = ()  # what config.json says without effect
     raw: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the embedding's matrix is the head's as well."""
+        return self.tie_word_embeddings and not self.value_head
 
     def window(self, layer: int) -> int | None:
         """Sliding-window size of a layer (keys a query sees, itself included), or None for full attention."""

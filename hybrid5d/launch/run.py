@@ -74,7 +74,7 @@ def train(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | None)
 
     job.grace_seconds = plan.config.runner.grace_seconds
     if rollouts is not None:
-        trainer: Trainer = RLTrainer(engine, rollouts, folder, start=resumed.step, note=note, requests=job.requests)
+        trainer: Trainer = RLTrainer(engine, rollouts, folder, resumed=resumed, note=note, requests=job.requests)
     else:
         assert loader is not None
         trainer = Trainer(engine, loader, folder, eval_loader=eval_loader, note=note, requests=job.requests)
@@ -143,10 +143,7 @@ def introduction(plan: RunPlan, world_size: int, loader: Source | None, notices:
     """What a run says of itself at its start."""
     from hybrid5d import __version__
 
-    layout, batch, runner = plan.layout, plan.batch, plan.config.runner
-    axes = (
-        f"tp {layout.tp}{' + sp' if plan.sequence_parallel else ''} x cp {layout.cp} x dp {layout.dp} x pp {layout.pp}"
-    )
+    batch, runner = plan.batch, plan.config.runner
     rows = f"{batch.global_batch_size} rows a step" + (
         "" if plan.config.row_length is None else f" of up to {plan.config.row_length} tokens"
     )
@@ -154,14 +151,22 @@ def introduction(plan: RunPlan, world_size: int, loader: Source | None, notices:
         f"{batch.gradient_accumulation_steps} micro-batches of {batch.micro_batch_size} per dp rank"
     )  # fmt: skip
     lines = [
-        f"hybrid5d {__version__}: {runner.experiment_name} on {world_size} processes: {axes}",
+        f"hybrid5d {__version__}: {runner.experiment_name} on {world_size} processes: {_axes(plan)}",
         f"{plan.precision.dtype}, ZeRO {plan.zero_stage}, {rows}, {parts}, layers per stage {list(plan.stages)}",
     ]
+    if critic := plan.critic:
+        numbers = f"{critic.precision.dtype}, ZeRO {critic.zero_stage}, layers per stage {list(critic.stages)}"
+        lines.append(f"critic on the same processes: {_axes(critic)}, {numbers}")
     if loader is not None:
         lines.append(f"data: {loader.describe()}")
         if loader.total_steps is None:
             lines.append("notice: neither runner.max_steps nor runner.max_epochs ends the run: it goes on till stopped")
     return [*lines, *(f"notice: {n}" for n in notices)]
+
+
+def _axes(plan: RunPlan) -> str:
+    layout, sp = plan.layout, " + sp" if plan.sequence_parallel else ""
+    return f"tp {layout.tp}{sp} x cp {layout.cp} x dp {layout.dp} x pp {layout.pp}"
 
 
 def _build(job: Job, plan: RunPlan, **sources: Source | None) -> Engine:

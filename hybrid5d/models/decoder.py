@@ -16,6 +16,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from hybrid5d.context_parallel import ContextParallelAttention
+from hybrid5d.hf.folder import VALUE_HEAD
 from hybrid5d.hf.spec import ModelSpec
 from hybrid5d.models.batch import LocalBatch
 from hybrid5d.models.ops import apply_rotary, rms_norm, swiglu
@@ -31,6 +32,8 @@ from hybrid5d.tensor_parallel import (
     column_linear,
     linear_logprobs,
     linear_token_loss,
+    linear_value_loss,
+    linear_values,
     replicated,
 )
 
@@ -209,13 +212,34 @@ class Head(nn.Module):
         return head_forward(self.weight, self.vocab, x, batch, self.ctx)
 
 
+class ValueHead(nn.Module):
+    """Last layer of a critic: one number a token. Its weight [1, H] is whole on every rank."""
+
+    def __init__(self, spec: ModelSpec, ctx: ParallelContext):
+        super().__init__()
+        self.ctx = ctx
+        weight = nn.Parameter(torch.empty(1, spec.hidden_size))
+        self.weight = replicated(weight, ctx.tp, VALUE_HEAD, partial=ctx.sequence_parallel)
+
+    def forward(self, x: Tensor, batch: LocalBatch) -> Any:
+        """As `head_forward`, with each token's value where that has its log-probability, and 0 for the entropy."""
+        tp, sp = self.ctx.tp, self.ctx.sequence_parallel
+        if batch.head == "logprobs":
+            values = linear_values(x, self.weight, tp, sp)
+            return values, torch.zeros_like(values)
+        found = linear_value_loss(x, self.weight, batch.labels, tp, batch.rule, batch.columns, sp)
+        batch.means.update(found.means)
+        batch.parts.update(found.parts)
+        return found.loss
+
+
 def decoder_layers(
     spec: ModelSpec,
     ctx: ParallelContext,
     attention: AttentionFactory,
     selective_recompute: bool = False,
 ) -> list[LayerDef]:
-    """The whole model in pipeline order: embedding, decoder layers, final norm, head."""
+    """The whole model in pipeline order: embedding, decoder layers, final norm, head (a critic's: `ValueHead`)."""
     sp = ctx.sequence_parallel
 
     def embedding() -> nn.Module:
@@ -235,12 +259,12 @@ def decoder_layers(
         assert isinstance(table, Embedding)
         return head_forward(table.weight, table.vocab, x, batch, ctx)
 
-    tied = spec.tie_word_embeddings
-    key = "embed_tokens" if tied else ""
+    key = "embed_tokens" if spec.tied else ""
     layers = [LayerDef("embedding", embedding, key)]
     layers += [LayerDef("decoder", block(i)) for i in range(spec.num_layers)]
     layers.append(
         LayerDef("norm", lambda: RMSNorm(spec.hidden_size, spec.rms_norm_eps, "model.norm.weight", ctx.tp, partial=sp))
     )
-    layers.append(LayerDef("head", embedding, key, tied_head) if tied else LayerDef("head", lambda: Head(spec, ctx)))
+    head = ValueHead if spec.value_head else Head
+    layers.append(LayerDef("head", embedding, key, tied_head) if key else LayerDef("head", lambda: head(spec, ctx)))
     return layers

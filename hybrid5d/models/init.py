@@ -7,6 +7,7 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
+from hybrid5d.hf.folder import VALUE_HEAD
 from hybrid5d.parallel.shard import Piece, fill_pieces
 
 
@@ -17,7 +18,9 @@ def name_seed(seed: int, name: str) -> int:
 
 
 def initial_tensor(piece: Piece, seed: int, std: float) -> Tensor:
-    """The whole HF tensor in fp32: norms 1, biases 0, matrices normal(0, std).
+    """The whole HF tensor in fp32: norms 1, biases 0, matrices normal(0, std); a value head as torch's linear layer.
+
+    RLinf's value head is torch.nn.Linear without a bias: uniform in +-1/sqrt(H).
 
     Raises:
         ValueError: the piece has no name, so it would share its seed with others.
@@ -29,7 +32,11 @@ def initial_tensor(piece: Piece, seed: int, std: float) -> Tensor:
     if len(piece.full_shape) == 1:
         return torch.ones(piece.full_shape, dtype=torch.float32)
     generator = torch.Generator().manual_seed(name_seed(seed, piece.name))
-    return torch.empty(piece.full_shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
+    made = torch.empty(piece.full_shape, dtype=torch.float32)
+    if piece.name == VALUE_HEAD:
+        bound = piece.full_shape[1] ** -0.5
+        return made.uniform_(-bound, bound, generator=generator)
+    return made.normal_(0.0, std, generator=generator)
 
 
 def init_weights(module: nn.Module, seed: int, std: float) -> None:

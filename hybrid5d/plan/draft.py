@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 from hybrid5d.config.schema import RunConfig
 from hybrid5d.errors import ConfigError, ConfigErrors, touches
+from hybrid5d.hf.spec import ModelSpec
 from hybrid5d.plan.batch import BatchPlan, plan_batch
 from hybrid5d.plan.deepspeed_config import emit_deepspeed, merge_block
 from hybrid5d.plan.emitted import Emitted
@@ -30,6 +31,7 @@ class Draft:
         gpus_per_node: None: the launcher knows, and only counts matter.
         invalid: keys and blocks without a usable value.
         unchecked: what rules that lack a number of the model write down instead, with the values that would be legal.
+        value_head: the model is a critic.
     """
 
     config: RunConfig
@@ -38,6 +40,7 @@ class Draft:
     gpus_per_node: int | None = None
     invalid: Collection[str] = ()
     unchecked: list[str] = field(default_factory=list)
+    value_head: bool = False
 
     @cached_property
     def unknown(self) -> set[str]:
@@ -89,6 +92,12 @@ class Draft:
     def reading(self) -> ModelReading:
         """The model's folder, or the numbers that the YAML gives."""
         return read_model(self.config, not self.translation)
+
+    @property
+    def spec(self) -> ModelSpec | None:
+        """The model of the folder; None where it is not known."""
+        spec = self.reading.spec
+        return None if spec is None else replace(spec, value_head=self.value_head)
 
     @cached_property
     def _stages(self) -> tuple[tuple[int, ...], list[ConfigError]]:

@@ -20,8 +20,8 @@ from hybrid5d.plan.accelerate_config import accelerate_config
 from hybrid5d.plan.layout import AXES, RANK_ORDER
 from hybrid5d.plan.run import RunPlan
 
-DS_CONFIG, ACCELERATE, LAYOUT, RESOLVED, REPORT = (
-    "ds_config.json", "accelerate.yaml", "layout.json", "resolved.yaml", "report.json",
+DS_CONFIG, ACCELERATE, LAYOUT, RESOLVED, REPORT, CRITIC = (
+    "ds_config.json", "accelerate.yaml", "layout.json", "resolved.yaml", "report.json", "critic_ds_config.json",
 )  # fmt: skip
 _NUMBERS = re.compile(r"\[\s+([-0-9.e,\s]+?)\s+\]")
 _HEAD = "# Resolved by hybrid5d: every default written out, no reference left. Starts the same run as the original.\n"
@@ -121,6 +121,7 @@ def plan_files(plan: RunPlan, folder: str | Path = "") -> dict[str, str]:
         ACCELERATE: dump_yaml(accelerate_config(plan.layout.world_size, nodes, ds_config)),
         LAYOUT: json_text(layout_document(plan)),
         RESOLVED: resolved_text(plan.config),
+        **({CRITIC: json_text(plan.critic.deepspeed)} if plan.critic is not None else {}),
     }
 
 

@@ -107,6 +107,9 @@ def rl_keys(draft: Draft) -> list[ConfigError]:
     if a.adv_type == "gae" and not config.critic.use_critic_model:
         rule = "adv_type gae needs the values of a critic"
         errors.append(ConfigError("algorithm.adv_type", "gae", rule, "set critic.use_critic_model: true"))
+    elif config.critic.use_critic_model and a.adv_type != "gae":
+        rule = f"nothing reads a critic's values with adv_type {a.adv_type}"
+        errors.append(ConfigError("critic.use_critic_model", True, rule, "use adv_type gae, or train no critic"))
     return errors
 
 
@@ -119,7 +122,7 @@ def model_folder(draft: Draft) -> list[ConfigError]:
 @reads(f"{_M}model_path", f"{_M}load_weights")
 def weight_files(draft: Draft) -> list[ConfigError]:
     """The weights in the folder fit its config.json."""
-    model, spec = draft.config.actor.model, draft.reading.spec
+    model, spec = draft.config.actor.model, draft.spec
     if draft.translation or spec is None or model.model_path is None:
         return []
     folder = Path(model.model_path)
@@ -401,8 +404,6 @@ def _rl_data(draft: Draft) -> list[ConfigError]:
     elif kind != "rollouts":
         rule = "RL trains on rollouts from files, or on prompts"
         errors.append(ConfigError("data.type", kind, rule, "use prompts, or rollouts"))
-    if config.critic.use_critic_model:
-        errors.append(ConfigError("critic.use_critic_model", True, "a critic is not offered yet", "use grpo or reinpp"))
     if config.runner.val_check_interval > 0 and kind == "rollouts":
         rule = "rollouts have no validation"
         errors.append(ConfigError("runner.val_check_interval", config.runner.val_check_interval, rule, "set it to -1"))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hybrid5d.config.schema import RunConfig
 from hybrid5d.errors import ConfigError, ConfigErrors, run_rules
 from hybrid5d.hf.spec import ModelSpec
 from hybrid5d.plan.batch import BatchPlan
+from hybrid5d.plan.critic import critic_config, critic_errors
 from hybrid5d.plan.deepspeed_config import PrecisionPlan, asked_zero_stage, plan_precision
 from hybrid5d.plan.draft import Draft, Purpose
 from hybrid5d.plan.emitted import Emitted
@@ -45,6 +46,7 @@ class RunPlan:
     recompute: RecomputePlan
     emitted: Emitted  # the ds_config, and which keys it was made of
     notices: tuple[str, ...] = ()
+    critic: RunPlan | None = None  # of PPO's value model, on the same processes
     unchecked: tuple[str, ...] = ()  # rules that lack the model's numbers, with what would be legal
 
     @property
@@ -83,14 +85,30 @@ def examine(
     draft = Draft(config, world_size, purpose, gpus_per_node, invalid)
     rules = RULES if draft.translation else (*RULES, *RUN_RULES)
     errors = run_rules(rules, draft, draft.unknown)
-    return None if draft.unknown else _plan(draft), errors
+    plan = None if draft.unknown else _plan(draft)
+    if not config.has_critic:
+        return plan, errors
+    critic, more = _critic(config, draft, errors)
+    if plan is not None and critic is not None:
+        new = (n.replace("actor.", "critic.") for n in critic.notices if n not in plan.notices)
+        plan = replace(plan, critic=critic, notices=(*plan.notices, *(f"critic: {n}" for n in new)))
+    return plan, [*errors, *more]
+
+
+def _critic(config: RunConfig, draft: Draft, known: list[ConfigError]) -> tuple[RunPlan | None, list[ConfigError]]:
+    """The critic's plan, and its faults that the actor's run has not."""
+    invalid = {key for key in draft.invalid if not key.startswith("actor.")}
+    invalid |= {key.replace("critic.", "actor.", 1) for key in draft.invalid if key.startswith("critic.")}
+    own = replace(draft, config=critic_config(config), invalid=invalid, unchecked=[], value_head=True)
+    errors = run_rules(RULES if own.translation else (*RULES, *RUN_RULES), own, own.unknown)
+    return None if own.unknown else _plan(own), critic_errors(errors, known)
 
 
 def _plan(draft: Draft) -> RunPlan:
     config = draft.config
     return RunPlan(
         config=config,
-        model=draft.reading.spec,
+        model=draft.spec,
         layout=draft.layout,
         sequence_parallel=config.actor.model.sequence_parallel,
         batch=draft.batch,

@@ -14,7 +14,7 @@ from math import prod
 from typing import Literal
 
 from hybrid5d.errors import ConfigError
-from hybrid5d.hf.folder import EMBEDDING, HEAD
+from hybrid5d.hf.folder import EMBEDDING, HEAD, VALUE_HEAD
 from hybrid5d.hf.spec import ModelSpec
 
 MAX_TP = 4096  # nobody cuts a matrix finer; a YAML may name 2**53 heads
@@ -79,13 +79,18 @@ def kv_cut(heads: int, tp: int) -> HeadCut:
 
 
 def tensors(spec: ModelSpec) -> list[TensorDef]:
-    """All tensors of a model in the order of its layers; a tied head is the embedding and has no entry."""
+    """All tensors of a model in the order of its layers; a tied head is the embedding and has no entry.
+
+    A critic's head has width 1 and is whole on every rank.
+    """
     hidden = spec.hidden_size
     found = [TensorDef(EMBEDDING, (spec.vocab_size, hidden), None, "vocab")]
     for i in range(spec.num_layers):
         found += _decoder_layer(spec, i)
     found.append(TensorDef("model.norm.weight", (hidden,), None, "none"))
-    if not spec.tie_word_embeddings:
+    if spec.value_head:
+        found.append(TensorDef(VALUE_HEAD, (1, hidden), None, "none"))
+    elif not spec.tied:
         found.append(TensorDef(HEAD, (spec.vocab_size, hidden), None, "vocab"))
     return found
 
@@ -135,7 +140,7 @@ def on_stage(spec: ModelSpec, stages: Sequence[int], stage: int) -> list[TensorD
         if t.layer is not None:
             return t.layer in layers
         if t.name == EMBEDDING:
-            return stage == 0 or (spec.tie_word_embeddings and stage == last)
+            return stage == 0 or (spec.tied and stage == last)
         return stage == last
 
     return [t for t in tensors(spec) if here(t)]

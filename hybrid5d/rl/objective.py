@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid5d.engine.objective import Objective
-from hybrid5d.rl.losses import LossTerms, policy_columns, policy_terms
+from hybrid5d.rl.losses import LossTerms, policy_columns, policy_terms, value_terms
 from hybrid5d.rl.options import option
 from hybrid5d.tensor_parallel import TokenRule, TokenTerms
 from hybrid5d.tensor_parallel.loss import Columns
@@ -47,6 +47,18 @@ def policy_objective(algorithm: Any, *, temperature: float = 1.0, factor: float 
     needs = (*policy_columns(algorithm), *(("loss_weight",) if how == "seq-mean-token-mean" else ()))
     rule = rule_of(lambda logp, h, columns: policy_terms(algorithm, logp, h, columns), needs, means, parts)
     return Objective(rule, "tokens" if how == "token-mean" else "rows", factor, temperature)
+
+
+def value_objective(value_cliprange: float) -> Objective:
+    """`value_loss` for a critic's `Engine.train_batch`; documents carry the columns `returns` and `old_values`.
+
+    The token mean whatever loss_agg_func says, as RLinf's. Values know no temperature.
+    """
+
+    def terms(values: Tensor, entropy: Tensor | None, columns: Columns) -> LossTerms:
+        return value_terms(value_cliprange, values, columns)
+
+    return Objective(rule_of(terms, ("returns", "old_values"), ("value_loss", "value_clip_fraction"), ()))
 
 
 def nothing(objective: Objective) -> Objective:

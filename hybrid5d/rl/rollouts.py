@@ -158,6 +158,8 @@ def _parse(record: dict[str, Any], config: RunConfig, vocab_size: int) -> Rollou
     if "group" not in record and a.group_size > 1:
         raise BadRecord(f"no key 'group'; its keys: {keys_of(record)}")
     advantages = _numbers(record, "advantages", mask)
+    if advantages is not None and config.has_critic:
+        raise BadRecord("advantages are given, which the critic's values make (adv_type gae)")
     return Rollout(prompt, response, mask, float(reward), logprobs=logprobs, advantages=advantages)
 
 

@@ -1,4 +1,4 @@
-"""One RL step on rollouts: log-probs, advantages, then `n_minibatches` optimizer steps.
+"""One RL step on rollouts: log-probs, values, advantages, then `n_minibatches` optimizer steps of actor and critic.
 
 Every rank passes the same rows. Statistics are of all of them, computed once before they are cut into minibatches.
 """
@@ -14,13 +14,14 @@ from torch import Tensor
 
 from hybrid5d.data.build import loader_options
 from hybrid5d.data.loader import deal, dummy_document
+from hybrid5d.data.options import LoaderOptions
 from hybrid5d.data.order import epoch_order
-from hybrid5d.data.types import Document, StepBatch
+from hybrid5d.data.types import IGNORE_INDEX, Document, StepBatch
 from hybrid5d.engine.engine import Engine
 from hybrid5d.engine.objective import Objective
 from hybrid5d.engine.results import StepResult
 from hybrid5d.rl.advantages import compute_advantages
-from hybrid5d.rl.objective import nothing, policy_objective
+from hybrid5d.rl.objective import nothing, policy_objective, value_objective
 from hybrid5d.rl.rollouts import Rollout
 
 SAME = 1.001  # a ratio that rounding alone does not reach where old and current weights are the same
@@ -32,27 +33,37 @@ def needs_reference(algorithm: object) -> bool:
 
 
 class PolicyUpdate:
-    """The actor's side of RL steps. `engine.keep_reference()` was called where the algorithm needs a reference."""
+    """The optimizer steps of RL steps, of the actor and of `engine.critic` where there is one.
+
+    `engine.keep_reference()` was called where the algorithm needs a reference.
+    """
 
     def __init__(self, engine: Engine):
         self.engine, config = engine, engine.plan.config
         self.algorithm, self.seed = config.algorithm, config.actor.seed
         self.temperature = config.algorithm.sampling_params.temperature
         self.options = loader_options(engine.plan, engine.ctx.dp.rank)
+        self.critic = Critic(engine.critic) if engine.critic is not None else None
 
     def run(self, rows: Sequence[Rollout], rl_step: int) -> Iterator[StepResult]:
         """The optimizer steps of one RL step (0-based), each done when it is yielded. Collective over the world."""
-        documents = self.documents(rows)
+        documents, valued = self.documents(rows)
         total = sum(int(row.mask.sum()) for row in rows)
         seen = {**_about(rows), "rl_step": float(rl_step + 1)}
         a = self.algorithm
+        waits = self.critic is not None and rl_step < a.critic_warmup_steps
         order = epoch_order(len(rows), seed=self.seed, epoch=rl_step, shuffle=a.shuffle_rollout)
         for i, places in enumerate(np.array_split(order, a.n_minibatches)):
             own = sum(int(rows[p].mask.sum()) for p in places)
             factor = own / max(total, 1) if a.use_valid_token_scale else 1.0
             objective = policy_objective(a, temperature=self.temperature, factor=factor)
-            batch = self._batch([documents[p] for p in places], rl_step)
-            result = self._update(batch, objective, first=i == 0)
+            batch = minibatch([documents[p] for p in places], rl_step, self.options)
+            if waits:  # nothing of the actor moves
+                result = StepResult(**vars(self.engine.eval_batch(batch, objective)), grad_norm=0.0, lr=0.0)
+            else:
+                result = self._update(batch, objective, first=i == 0)
+            if self.critic is not None:
+                result = self.critic.update([valued[p] for p in places], rl_step, result)
             yield replace(result, metrics={**result.metrics, **seen})
 
     def _update(self, batch: StepBatch, objective: Objective, first: bool) -> StepResult:
@@ -68,14 +79,18 @@ class PolicyUpdate:
         result = self.engine.train_batch(batch, nothing(objective) if stopped else objective)
         return replace(result, metrics={**asked.metrics, **result.metrics, "early_stopped": float(stopped)})
 
-    def documents(self, rows: Sequence[Rollout]) -> list[Document]:
-        """The rows with the columns that the loss needs, in the order of `rows`. Collective over the world."""
+    def documents(self, rows: Sequence[Rollout]) -> tuple[list[Document], list[Document]]:
+        """The rows with the columns that the actor's loss needs, and with those of the critic's ([] without one).
+
+        Both in the order of `rows`. Collective over the world.
+        """
         a, mask = self.algorithm, padded([row.mask for row in rows]).bool()
         ours = self._logprobs(rows, False) if a.recompute_logprobs else None
         theirs = [row.logprobs for row in rows]
         old = ours if ours is not None else [x for x in theirs if x is not None]
         ref = self._logprobs(rows, True) if needs_reference(a) else None
-        advantages = self._advantages(rows, mask, old, ref)
+        values = None if self.critic is None else self.critic.values(rows)
+        advantages, returns = self._advantages(rows, mask, old, ref, values)
         documents = []
         for i, row in enumerate(rows):
             columns = {"advantages": advantages[i, : len(row.response_ids)].numpy(), "old_logprobs": old[i]}
@@ -87,7 +102,10 @@ class PolicyUpdate:
             if a.loss_agg_func == "seq-mean-token-mean":
                 columns["loss_weight"] = np.full(len(row.mask), 1 / max(int(row.mask.sum()), 1), np.float32)
             documents.append(row.document(i, **columns))
-        return documents
+        if values is None or returns is None:
+            return documents, []
+        goals = [x[: len(row.response_ids)].numpy() for x, row in zip(returns, rows)]
+        return documents, [row.document(i, returns=goals[i], old_values=values[i]) for i, row in enumerate(rows)]
 
     def _logprobs(self, rows: Sequence[Rollout], reference: bool) -> list[np.ndarray]:
         plain = [row.document(i) for i, row in enumerate(rows)]
@@ -96,32 +114,72 @@ class PolicyUpdate:
         return [x.logprobs[row.place] for x, row in zip(found, rows)]
 
     def _advantages(
-        self, rows: Sequence[Rollout], mask: Tensor, old: list[np.ndarray], ref: list[np.ndarray] | None
-    ) -> Tensor:
+        self, rows: Sequence[Rollout], mask: Tensor, old: list[np.ndarray], ref: list[np.ndarray] | None,
+        values: list[np.ndarray] | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         given = [row.advantages for row in rows if row.advantages is not None]
         if given:
-            return padded(given)
-        advantages, _ = compute_advantages(
+            return padded(given), None
+        return compute_advantages(
             self.algorithm,
             torch.tensor([row.reward for row in rows], dtype=torch.float64),
             mask,
             group_size=self.algorithm.group_size,
+            values=None if values is None else padded(values),
             logprobs=padded(old),
             ref_logprobs=None if ref is None else padded(ref),
             trajectory_ids=torch.tensor([row.trajectory for row in rows]),
         )
-        return advantages
 
-    def _batch(self, documents: Sequence[Document], rl_step: int) -> StepBatch:
-        """This dp rank's share of a minibatch."""
-        unit = self.options.micro_batch_size * self.options.dp
-        size = -(-len(documents) // unit) * unit
-        rows = [(i,) for i in range(len(documents))]
-        dealt = deal(rows, lambda i: len(documents[i]), size, self.options)
-        micro_batches = tuple(
-            tuple(tuple(documents[i] for i in row) if row else (dummy_document(),) for row in mb) for mb in dealt
+
+class Critic:
+    """PPO's value model in RL steps: values of rows before the update, and its own optimizer steps."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.algorithm = engine, engine.plan.config.algorithm
+        self.options = loader_options(engine.plan, engine.ctx.dp.rank)
+        self.objective = value_objective(self.algorithm.value_cliprange)
+
+    def values(self, rows: Sequence[Rollout]) -> list[np.ndarray]:
+        """The value of each response token, fp32 [t], read where its log-probability is. Collective over the world."""
+        plain = [row.document(i) for i, row in enumerate(rows)]
+        found = self.engine.compute_values(plain, self.algorithm.logprob_forward_micro_batch_size)
+        return [x[row.place] for x, row in zip(found, rows)]
+
+    def update(self, documents: Sequence[Document], rl_step: int, actor: StepResult) -> StepResult:
+        """One optimizer step; the actor's result with what is to be said of it. Collective over the world."""
+        own = self.engine.train_batch(minibatch(documents, rl_step, self.options), self.objective)
+        about = {"critic_loss": own.loss, "critic_grad_norm": own.grad_norm, "critic_lr": own.lr}
+        return replace(
+            actor,
+            step=own.step,  # the actor's steps stand still while it waits
+            step_time_s=actor.step_time_s + own.step_time_s,
+            peak_memory_bytes=max(actor.peak_memory_bytes, own.peak_memory_bytes),
+            metrics={**actor.metrics, **about, **own.metrics, "explained_variance": _explained(documents)},
         )
-        return StepBatch(micro_batches, tuple(d.row_id for d in documents), rl_step)
+
+
+def _explained(documents: Sequence[Document]) -> float:
+    """1 - var(R - V) / var(R) over the tokens of documents; 0 where the returns do not vary."""
+    own = [d.labels != IGNORE_INDEX for d in documents]
+    returns, values = (
+        np.concatenate([d.columns[name][here] for d, here in zip(documents, own)]).astype(np.float64)
+        for name in ("returns", "old_values")
+    )
+    spread = float(returns.var()) if len(returns) else 0.0
+    return 1.0 - float((returns - values).var()) / spread if spread > 0 else 0.0
+
+
+def minibatch(documents: Sequence[Document], rl_step: int, options: LoaderOptions) -> StepBatch:
+    """A dp rank's share of the documents of an optimizer step."""
+    unit = options.micro_batch_size * options.dp
+    size = -(-len(documents) // unit) * unit
+    rows = [(i,) for i in range(len(documents))]
+    dealt = deal(rows, lambda i: len(documents[i]), size, options)
+    micro_batches = tuple(
+        tuple(tuple(documents[i] for i in row) if row else (dummy_document(),) for row in mb) for mb in dealt
+    )
+    return StepBatch(micro_batches, tuple(d.row_id for d in documents), rl_step)
 
 
 def padded(rows: Sequence[np.ndarray]) -> Tensor:

@@ -38,6 +38,7 @@ from hybrid5d.tensor_parallel.loss import (
     linear_logprobs,
     linear_token_loss,
 )
+from hybrid5d.tensor_parallel.value import linear_value_loss, linear_values
 
 __all__ = [
     "CROSS_ENTROPY",
@@ -64,6 +65,8 @@ __all__ = [
     "linear_cross_entropy",
     "linear_logprobs",
     "linear_token_loss",
+    "linear_value_loss",
+    "linear_values",
     "reduce_from_tp",
     "reduce_scatter_to_sequence",
     "replicated",

@@ -7,47 +7,73 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from hybrid5d.config.schema import RunConfig
 from hybrid5d.engine.engine import Engine
 from hybrid5d.engine.results import StepResult
+from hybrid5d.errors import ConfigError, ConfigErrors
+from hybrid5d.hf.folder import weights_fingerprint
+from hybrid5d.parallel.agree import together, world_axis
 from hybrid5d.rl.generate import Player
 from hybrid5d.rl.prompts import PromptFiles
 from hybrid5d.rl.rollouts import Rollout, RolloutFiles
-from hybrid5d.rl.step import PolicyUpdate
+from hybrid5d.rl.step import PolicyUpdate, needs_reference
 from hybrid5d.train.metrics import JsonLines, open_trackers
 from hybrid5d.train.requests import Requests
 from hybrid5d.train.run_folder import EVALS, METRICS, RunFolder
-from hybrid5d.train.trainer import RL_STEP, Trainer
+from hybrid5d.train.trainer import RL_STEP, Resumed, Trainer
 
 PROGRESS_SECONDS = 15.0
+REFERENCE = "reference"  # of a checkpoint's state: which weights the KL compares with
+
+
+def _reference(config: RunConfig, resumed: Resumed) -> str | None:
+    """What tells the weights of the KL's reference from others; None where nothing compares with them."""
+    folder = config.actor.model.model_path
+    if not needs_reference(config.algorithm) or folder is None:
+        return None
+    now, then = weights_fingerprint(folder), resumed.state.get(REFERENCE)
+    if then is not None and then != now:
+        rule = "the KL's reference is the model that the run began with, and this folder holds other weights now"
+        raise ConfigErrors([ConfigError("actor.model.model_path", folder, rule, "put them back")])
+    return now
 
 
 class RLTrainer(Trainer):
     """Runs RL steps to the end; metrics.jsonl has a line an optimizer step, checkpoints are counted in RL steps.
 
     Args:
-        start: RL steps done by the checkpoint that the engine was loaded from.
+        resumed: the checkpoint that the engine was loaded from.
+
+    Raises:
+        ConfigErrors: a KL is asked for, and model_path holds other weights than when the run began.
     """
 
     def __init__(
-        self, engine: Engine, rollouts: RolloutFiles | PromptFiles, folder: RunFolder, *, start: int = 0,
+        self, engine: Engine, rollouts: RolloutFiles | PromptFiles, folder: RunFolder, *, resumed: Resumed,
         note: Callable[[str], None] = lambda where: None, requests: Requests | None = None,
     ):  # fmt: skip
         super().__init__(engine, rollouts, folder, note=note, requests=requests)
         self.rollouts, self.update = rollouts, PolicyUpdate(engine)
         self.player = Player(engine, rollouts) if isinstance(rollouts, PromptFiles) else None
-        self.start_step = self._done = start
+        self.start_step = self._done = resumed.step
+        self._reference = together(world_axis(), lambda: _reference(engine.plan.config, resumed))
         self.validation: list[float] = []
         self._spoke = time.perf_counter()
-        self._saved_at = start or None
+        self._saved_at = resumed.step or None
 
     @property
     def done(self) -> int:
         return self._done
 
+    @property
+    def _optimizer_steps(self) -> int:
+        """What metrics.jsonl counts: a critic's steps, as the actor's stand still in its warm-up; else the actor's."""
+        return (self.engine.critic or self.engine).global_step
+
     def _open(self) -> None:
         if not self.first:
             return
-        self.folder.open_metrics(self.engine.global_step, self.start_step)
+        self.folder.open_metrics(self._optimizer_steps, self.start_step)
         self._metrics, self._evals = JsonLines(self.folder / METRICS), JsonLines(self.folder / EVALS)
         self._trackers = open_trackers(self.engine.plan.config, self.folder.path)
 
@@ -58,7 +84,8 @@ class RLTrainer(Trainer):
             last = result
         assert last is not None  # n_minibatches is 1 or more
         self._done = step + 1
-        seen = {"reward": "reward_mean", "length": "response_length", "ratio": "ratio", "kl": "kl"}
+        seen = {"reward": "reward_mean", "length": "response_length", "ratio": "ratio", "kl": "kl",
+                "critic loss": "critic_loss"}  # fmt: skip
         words = [f"{word} {last.metrics[name]:.4g}" for word, name in seen.items() if name in last.metrics]
         self.console.step(replace(last, step=step + 1))
         self.console.say("  " + "  ".join([f"optimizer step {last.step}", *words]))
@@ -111,7 +138,7 @@ class RLTrainer(Trainer):
         return result
 
     def _state(self) -> dict[str, Any]:
-        return {RL_STEP: self.done}
+        return {RL_STEP: self.done, **({REFERENCE: self._reference} if self._reference is not None else {})}
 
     def _last_loss(self, step: int) -> float | None:
-        return self.folder.last_loss(self.engine.global_step)
+        return self.folder.last_loss(self._optimizer_steps)

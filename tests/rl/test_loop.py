@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+import torch
+from safetensors.torch import load_file
 
 from hybrid5d.config.schema import RunConfig
 from hybrid5d.errors import ConfigErrors, DataError
@@ -17,7 +20,12 @@ from tests.config_kit import CORPUS, needs_corpus, write_model
 from tests.harness import run_ranks
 from tests.kit import MODELS, save_model
 
-REWARD = "def score(prompt, response, row):\n    return sum(c < 'a' for c in response) / max(len(response), 1)\n"
+REWARD = """
+def score(prompt, response, row):
+    part = sum(c < 'a' for c in response) / max(len(response), 1)
+    return row["worth"] + part / 1000 if "worth" in row else part
+"""
+WORTH = (1, 0, 0, 0, 1)  # of the validation prompts (R17)
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +37,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tree(folder: Path, model: Path, **layout: Any) -> dict[str, Any]:
     (folder / "reward.py").write_text(REWARD)
     for name, count in (("train", 10), ("val", 5)):
-        rows = (json.dumps({"prompt": f"{i}+1=" + "?" * (i % 3)}) + "\n" for i in range(count))
-        (folder / f"{name}.jsonl").write_text("".join(rows))
+        rows = [{"prompt": f"{i}+1=" + "?" * (i % 3)} for i in range(count)]
+        rows = [{**row, "worth": worth} for row, worth in zip(rows, WORTH)] if name == "val" else rows
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {
         "runner": {"task_type": "reasoning", "seq_length": 24, "max_steps": 3, "save_interval": 1,
                    "val_check_interval": 1, "output_dir": str(folder), "resume_dir": "auto"},
@@ -58,7 +67,7 @@ def _run(rank: int, config: dict[str, Any], world: int, steps: int) -> None:
     files = PromptFiles(plan.config, plan.model, tokenizer_name(plan))
     folder.path.mkdir(parents=True, exist_ok=True)
     engine.keep_reference()
-    RLTrainer(engine, files, folder, start=resume(engine, folder, files).step).run()
+    RLTrainer(engine, files, folder, resumed=resume(engine, folder, files)).run()
 
 
 def told(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -77,6 +86,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def test_layouts_and_a_resume_give_the_same_run(tmp_path: Path, model: Path) -> None:
+    """Three RL steps: rewards, losses, norms, greedy validation (R17: each prompt once), last weights."""
     found = {}
     for name, (world, layout) in {"one": (1, {}), "resumed": (1, {}), **LAYOUTS}.items():
         config = tree(tmp_path, model, **layout)
@@ -85,6 +95,11 @@ def test_layouts_and_a_resume_give_the_same_run(tmp_path: Path, model: Path) -> 
             run_ranks(world, _run, config, world, steps)
         found[name] = told(tmp_path / name)
     metrics, evals = found["one"]
+    weights = {name: load_file(tmp_path / name / "hf/model.safetensors") for name in found}
+    for name, tensors in weights.items():
+        for key, value in weights["one"].items():
+            assert torch.allclose(tensors[key], value, rtol=0, atol=1e-4), (name, key)
+    assert all(0.4 <= x["reward"] <= 0.401 for x in evals)
     assert [x["step"] for x in metrics] == [1, 2, 3, 4, 5, 6] and metrics[-1]["rl_step"] == 3
     assert [x["step"] for x in evals] == [0, 1, 2, 3] and evals[0]["prompts"] == 5
     assert metrics[0]["ratio"] == pytest.approx(1, abs=1e-6) and metrics[2]["kl"] > 1e-6
@@ -101,14 +116,38 @@ def _spec(model: Path) -> Any:
     return examine(config, 1)[0].model  # type: ignore[union-attr]
 
 
-def files(tmp_path: Path, model: Path, rows: list[Any], reward: dict[str, Any] | None = None, **data: Any) -> Any:
+def files(
+    tmp_path: Path, model: Path, rows: list[Any], reward: dict[str, Any] | None = None, tokenizer: str = "byte",
+    **data: Any,
+) -> Any:  # fmt: skip
     from hybrid5d.rl.prompts import PromptFiles
 
     config = tree(tmp_path, model)
     config["reward"] = config["reward"] if reward is None else reward
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config["data"] |= data
-    return PromptFiles(RunConfig.model_validate(config), _spec(model), "byte")
+    return PromptFiles(RunConfig.model_validate(config), _spec(model), tokenizer)
+
+
+def test_one_bos_whoever_writes_it(tmp_path: Path, model: Path) -> None:
+    """R17: a template that begins with it, a tokenizer that adds it, both; RLinf's rendered text gets two."""
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {t: i for i, t in enumerate(["<unk>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz:"])}
+    rust = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    rust.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    rust.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    begins = "{{ bos_token }}{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}"
+    rows: list[Any] = [{"prompt": "ab"}, {"prompt": [{"role": "user", "content": "ab"}]}, *[{"prompt": "c"}] * 2]
+    for name, template in (("begins", begins), ("plain", begins.removeprefix("{{ bos_token }}"))):
+        fast = PreTrainedTokenizerFast(tokenizer_object=rust, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+        fast.chat_template = template
+        fast.save_pretrained(tmp_path / name)
+        found = files(tmp_path, model, rows, tokenizer=str(tmp_path / name), max_prompt_length=64)
+        user = [vocabulary[c] for c in "user:ab"]
+        assert [p.ids.tolist() for p in found.prompts[:2]] == [[1, *user], [1, *user]], name
+        off = files(tmp_path, model, rows, tokenizer=str(tmp_path / name), apply_chat_template=False)
+        assert off.prompts[0].ids.tolist() == [1, vocabulary["a"], vocabulary["b"]], name
 
 
 def test_prompts_are_left_out_or_refused_never_cut(tmp_path: Path, model: Path) -> None:
@@ -142,11 +181,7 @@ def test_records_that_math_rewards_keep_accounts(tmp_path: Path, model: Path) ->
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"reward": {"reward_type": "rstar2"}}, "reward.reward_type", "rstar2"),
     ({"rollout": {"rollout_backend": "files"}}, "rollout.rollout_backend", "generated"),
-    (
-        {"critic": {"use_critic_model": True}, "algorithm": {"adv_type": "gae"}},
-        "critic.use_critic_model",
-        "not offered",
-    ),
+    ({"critic": {"use_critic_model": True}}, "critic.use_critic_model", "nothing reads a critic's values"),
     ({"runner": {"task_type": "reasoning", "seq_length": 8}}, "data.max_prompt_length", "no room"),
 ]
 
@@ -169,7 +204,7 @@ def _planned() -> list[Path]:
 @needs_corpus
 @pytest.mark.parametrize("path", _planned(), ids=lambda p: p.stem)
 def test_every_rl_yaml_of_the_corpus_plans_a_training_run(path: Path, tmp_path: Path) -> None:
-    """A model folder, prompts and a reward of our own in place of what the file names; a critic is refused by name."""
+    """A model folder, prompts and a reward of our own in place of what the file names; PPO's with their critic."""
     (tmp_path / "p.jsonl").write_text("{}\n")
     (tmp_path / "r.py").write_text(REWARD)
     folder = write_model(tmp_path / "m", num_hidden_layers=28)
@@ -184,8 +219,5 @@ def test_every_rl_yaml_of_the_corpus_plans_a_training_run(path: Path, tmp_path: 
     assert found.config is not None and not found.errors, [str(e) for e in found.errors]
     plan = translate(path).plan
     assert plan is not None
-    try:
-        build_plan(found.config, plan.layout.world_size, "train")
-    except ConfigErrors as exc:
-        assert found.config.has_critic, str(exc)
-        assert [e.key for e in exc.errors] == ["critic.use_critic_model"]
+    critic = build_plan(found.config, plan.layout.world_size, "train").critic
+    assert (critic is not None) is found.config.has_critic

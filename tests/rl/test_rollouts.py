@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 
 from hybrid5d.config.schema import RunConfig
-from hybrid5d.errors import DataError
+from hybrid5d.errors import ConfigErrors, DataError
+from hybrid5d.plan.run import build_plan
 from hybrid5d.rl.rollouts import RolloutFiles
 from tests.config_kit import native
 from tests.harness import run_ranks
+from tests.kit import MODELS, save_model
 
 ROW: dict[str, Any] = {"prompt_ids": [1, 2], "response_ids": [3, 4, 5], "reward": 1.0}
 
@@ -112,7 +115,7 @@ def _run(rank: int, tree: dict[str, Any], steps: int) -> Any:
     if rank == 0:
         folder.path.mkdir(parents=True, exist_ok=True)
     engine.keep_reference()
-    RLTrainer(engine, rollouts, folder, start=resume(engine, folder, rollouts).step).run()
+    RLTrainer(engine, rollouts, folder, resumed=resume(engine, folder, rollouts)).run()
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -130,12 +133,13 @@ def test_a_resumed_run_goes_on_as_the_unbroken_one(tmp_path: Path, folders: dict
         for i, n in enumerate(rng.integers(1, 9, 8))
     ]  # fmt: skip
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    start = shutil.copytree(folders["llama"], tmp_path / "start")
     tree: dict[str, Any] = {
         "runner": {"task_type": "reasoning", "seq_length": 16, "save_interval": 2, "output_dir": str(tmp_path),
                    "resume_dir": "auto"},
         "data": {"type": "rollouts", "rollout_batch_size": 2, "train_data_paths": [str(tmp_path / "rows.jsonl")]},
         "algorithm": {"group_size": 2, "n_minibatches": 2, "kl_beta": 0.05, "shuffle_rollout": True},
-        "actor": {"model": {"model_path": str(folders["llama"]), "tensor_model_parallel_size": 2},
+        "actor": {"model": {"model_path": str(start), "tensor_model_parallel_size": 2},
                   "optim": {"lr": 0.01},
                   "lr_sched": {"lr_decay_style": "linear", "lr_decay_iters": 20}},
     }  # fmt: skip
@@ -153,3 +157,9 @@ def test_a_resumed_run_goes_on_as_the_unbroken_one(tmp_path: Path, folders: dict
     assert sorted(p.name for p in (tmp_path / "broken" / "checkpoints").glob("global*")) == [
         "global_step_2", "global_step_4",
     ]  # fmt: skip
+    save_model(MODELS["llama"], start, seed=1)
+    with pytest.raises(Exception, match=r"actor\.model\.model_path.*this folder holds other weights now"):
+        run_ranks(2, _run, tree, 5)
+    shutil.rmtree(start)
+    with pytest.raises(ConfigErrors, match="the KL's reference is the model of this folder, also after a resume"):
+        build_plan(RunConfig.model_validate(tree), 2, "train")
