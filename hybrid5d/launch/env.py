@@ -111,19 +111,34 @@ _PACKAGES = ("hybrid5d", "torch", "deepspeed", "numpy", "transformers", "acceler
 _VARIABLES = ("OMP_", "MKL_", "DS_", "NCCL_", "GLOO_", "ACCELERATE_", "CUDA_VISIBLE_DEVICES", "MASTER_", "TORCH")
 
 
+def gpu_facts(index: int) -> dict[str, Any]:
+    """Name, memory and compute capability of a visible GPU."""
+    import torch
+
+    about = torch.cuda.get_device_properties(index)
+    return {
+        "name": about.name, "memory_gib": round(about.total_memory / 2**30, 1),
+        "capability": f"{about.major}.{about.minor}",
+    }  # fmt: skip
+
+
+def nccl_version() -> str | None:
+    """NCCL's version where torch can use it."""
+    import torch
+
+    usable = torch.cuda.is_available() and torch.distributed.is_nccl_available()
+    return ".".join(map(str, torch.cuda.nccl.version())) if usable else None
+
+
 def _gpu() -> dict[str, Any]:
     """This rank's GPU and what drives it."""
     import torch
 
     version = Path("/proc/driver/nvidia/version")
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
-        "gpu": properties.name,
-        "gpu_memory_bytes": properties.total_memory,
-        "gpus_visible": torch.cuda.device_count(),
-        "compute_capability": list(torch.cuda.get_device_capability()),
+        "gpu": gpu_facts(torch.cuda.current_device()),
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "nccl": nccl_version(),
         "driver": version.read_text(encoding="utf-8").splitlines()[0] if version.exists() else None,
     }
 
@@ -142,7 +157,7 @@ def environment(env: LaunchEnv, device: str) -> dict[str, Any]:
         "system": platform.platform(),
         "packages": versions,
         "device": device,
-        **(_gpu() if device == "cuda" else {}),
+        **(_gpu() if device.startswith("cuda") else {}),
         "cores": usable_cores(),
         "launcher": env.launcher,
         "world_size": env.world_size,

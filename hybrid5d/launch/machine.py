@@ -17,13 +17,13 @@ import torch.distributed as dist
 from hybrid5d.context_parallel.kernels import available_kernels
 from hybrid5d.engine.deepspeed.distributed import device_type
 from hybrid5d.engine.deepspeed.ops import usable_ops
-from hybrid5d.launch.env import LaunchEnv, environment
+from hybrid5d.launch.env import LaunchEnv, environment, gpu_facts, nccl_version
 from hybrid5d.models.dtypes import DTYPES
 from hybrid5d.shared_memory import unavailable
 
 GIB = 2**30
 HEAD_SIZE = 128
-_RUN = ("command", "launcher", "world_size", "ranks_per_node", "device")  # of a run, not of a machine
+_RUN = ("command", "launcher", "world_size", "ranks_per_node", "device", "gpu", "cuda", "nccl")  # of a run, or said below
 _STARTERS = ("deepspeed", "accelerate", "torchrun", "srun", "mpirun")
 _EXTRA = re.compile(r"""^([A-Za-z0-9_.-]+).*extra\s*==\s*['"]([\w-]+)['"]""")
 
@@ -38,8 +38,8 @@ def machine() -> dict[str, Any]:
     found = {k: v for k, v in environment(LaunchEnv(), device).items() if k not in _RUN}
     return found | {
         "device": device,
-        "gpus": [_gpu(i) for i in range(torch.cuda.device_count())] if device == "cuda" else [],
-        "torch": {"version": torch.__version__, "cuda": torch.version.cuda, "nccl": _nccl()},
+        "gpus": [gpu_facts(i) for i in range(torch.cuda.device_count())] if device == "cuda" else [],
+        "torch": {"version": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl_version()},
         "memory_gib": round(psutil.virtual_memory().total / GIB, 1),
         "collectives": _collectives(),
         "precisions": {
@@ -52,20 +52,6 @@ def machine() -> dict[str, Any]:
         "extras": extras(),
         "deepspeed_ops": usable_ops(),
     }  # fmt: skip
-
-
-def _gpu(index: int) -> dict[str, Any]:
-    about = torch.cuda.get_device_properties(index)
-    return {
-        "name": about.name, "memory_gib": round(about.total_memory / GIB, 1),
-        "capability": f"{about.major}.{about.minor}",
-    }  # fmt: skip
-
-
-def _nccl() -> str | None:
-    if not (torch.cuda.is_available() and dist.is_nccl_available()):
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def _collectives() -> dict[str, str]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hybrid5d.engine.deepspeed.optimizer_state import OptimizerState
 from hybrid5d.engine.deepspeed.pipeline_module import _draws
 from hybrid5d.engine.step import device_memory, start_memory_peak
+from hybrid5d.launch.env import LaunchEnv, environment
 from hybrid5d.parallel import agree
 from hybrid5d.parallel.context import Axis
 from hybrid5d.parallel.copies import to_device
@@ -67,6 +68,20 @@ def test_memory_says_allocated_reserved_and_the_devices(monkeypatch: pytest.Monk
     start_memory_peak(cuda)
     assert reset == [cuda] and device_memory(cpu) == {}
     assert list(device_memory(cuda).values()) == [30.0, 40.0, 60.0]
+
+
+def test_env_json_names_the_gpu_and_what_drives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    about = SimpleNamespace(name="H100", total_memory=80 * 2**30, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    found = environment(LaunchEnv(), "cuda:1")
+    assert found["gpu"] == {"name": "H100", "memory_gib": 80.0, "capability": "9.0"}
+    assert (found["cuda"], found["nccl"]) == ("13.0", "2.28.3") and "driver" in found
+    assert "gpu" not in environment(LaunchEnv(), "cpu")
 
 
 def test_a_fused_optimizers_step_lies_beside_its_moments() -> None:

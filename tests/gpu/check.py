@@ -141,7 +141,7 @@ def environment() -> str:
     from hybrid5d.launch.env import _gpu
 
     facts = _gpu()
-    assert facts["compute_capability"] >= [8, 0], facts
+    assert float(facts["gpu"]["capability"]) >= 8.0, facts
     return ", ".join(f"{k} {v}" for k, v in facts.items())
 
 
