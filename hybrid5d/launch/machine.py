@@ -23,7 +23,7 @@ from hybrid5d.shared_memory import unavailable
 
 GIB = 2**30
 HEAD_SIZE = 128
-_RUN = ("command", "launcher", "world_size", "ranks_per_node", "device", "gpu", "cuda", "nccl")  # of a run, or said below
+_RUN = ("command", "launcher", "world_size", "ranks_per_node", "device", "gpu", "cuda", "nccl")  # or said below
 _STARTERS = ("deepspeed", "accelerate", "torchrun", "srun", "mpirun")
 _EXTRA = re.compile(r"""^([A-Za-z0-9_.-]+).*extra\s*==\s*['"]([\w-]+)['"]""")
 
