@@ -33,7 +33,9 @@ def hf_model(config: Mapping[str, Any], seed: int = 0) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation="sdpa")
+    alternating = config["model_type"] == "mistral" and "layer_types" in config  # as AutoConfig reads a folder
+    read = AutoConfig.for_model(**{**config, **({"model_type": "ministral"} if alternating else {})})
+    model = AutoModelForCausalLM.from_config(read, attn_implementation="sdpa")
     model = model.float()
     with torch.no_grad():
         for name, p in model.named_parameters():

@@ -89,6 +89,8 @@ def _show(verdict: Verdict, plan: RunPlan, small: Small, format_: str) -> None:
         where = " x ".join(verdict.axes) if verdict.axes else "no axis: one rank differs too"
         text += [*(f"  {fault}" for fault in guilty.faults), f"DIFFERENT: {where}"]
         text += [f"Look first at {verdict.tensor}"] if verdict.tensor else []
+        if not verdict.axes and plan.precision.dtype != "fp32":
+            text.append("It may be rounding: check once more with actor.model.precision=fp32")
     else:
         text.append("EQUAL: the layout computes what one process computes")
     sys.stdout.write("\n".join(text) + "\n")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hybrid5d.check.cuts import Cut, parts, project
+from hybrid5d.check.reference import hf_model
 from hybrid5d.check.shrink import Small, cut_of, shrink
 from hybrid5d.config.schema import RunConfig
 from hybrid5d.plan.layout import ParallelLayout
@@ -94,3 +95,13 @@ def test_a_hybrid_stays_one() -> None:
     assert found == ["cp 4 x dp 2", "tp 2 + sp x dp 2", "tp 2 + sp x cp 4"]
     with pytest.raises(ValueError, match="cp needs 4 ranks"):
         parts(project(wide), 2)
+
+
+def test_alternating_windows_of_mistral_are_read_as_transformers_reads_the_folder(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention"] * 4
+    model = {**LLAMA, "model_type": "mistral", "num_hidden_layers": 8, "num_attention_heads": 32, "layer_types": kinds,
+             "num_key_value_heads": 8, "hidden_size": 4096, "sliding_window": 4096}  # fmt: skip
+    small = small_run(tmp_path, 2, model, pipeline_model_parallel_size=2)
+    assert [small.spec.window(i) for i in range(4)] == [7, None, 7, None]
+    config = hf_model(small.model).config
+    assert config.model_type == "ministral" and config.layer_types == kinds[:4] and config.sliding_window == 7

@@ -113,7 +113,7 @@ def test_code_cites_headings_of_the_deepspeed_page() -> None:
         assert names or "stage 1" in headings[heading], heading
 
 
-@pytest.mark.parametrize("verb", ["train", "eval", "convert", "export", "plan"])
+@pytest.mark.parametrize("verb", ["train", "eval", "convert", "export", "plan", "check", "config", "env", "report"])
 def test_every_verb_explains_itself(verb: str) -> None:
     done = hybrid5d(verb, "--help")
     assert done.returncode == 0 and f"hybrid5d {verb}" in done.stdout
