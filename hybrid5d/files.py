@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -28,6 +29,7 @@ def write_whole(path: str | Path, text: str) -> None:
             f.flush()
             os.fsync(f.fileno())
         os.replace(part, path)
+        sync(path.parent)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
@@ -45,13 +47,26 @@ def fresh_folder(folder: Path) -> Path:
     return folder
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries (names, renames) to disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Flush a file, or a folder's entries (names, renames), to disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def wait_until(holds: Callable[[], bool], folder: Path, seconds: float) -> bool:
+    """Wait for what another host wrote: shared file systems may show it late. True once it holds."""
+    deadline, pause = time.monotonic() + seconds, 0.05
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 2.0)
+        with suppress(OSError):
+            os.listdir(folder)  # makes clients of network file systems ask again
+    return True
 
 
 def old_of(target: Path) -> Path:
@@ -61,13 +76,14 @@ def old_of(target: Path) -> Path:
 
 def publish(temporary: Path, target: Path) -> None:
     """Rename a finished folder to `target`; what was there goes to `NAME.old` first and is left for the caller."""
-    sync_folder(temporary)
+    for path in (*temporary.rglob("*"), temporary):
+        sync(path)
     old = old_of(target)
     if target.exists():
         shutil.rmtree(old, ignore_errors=True)
         os.replace(target, old)
     os.replace(temporary, target)
-    sync_folder(target.parent)
+    sync(target.parent)
 
 
 @contextmanager

@@ -17,18 +17,21 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from hybrid5d.errors import CheckpointError
 from hybrid5d.files import crc32_of
+from hybrid5d.hf.folder import FLOAT_DTYPES, HeaderError, read_header
 from hybrid5d.plan.cut import Cut
 
 FORMAT = 1
 MANIFEST, LATEST, ACTOR, CRITIC, SIDECAR = "manifest.json", "latest", "actor", "critic", "hf"
 STEP_FOLDER = re.compile(r"global_step_(\d+)")
 WEIGHT = "weight"
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # no folder, no way out of this one
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class Manifest:
         optimizer: `type`, `state` (names of the moments), `step` (its own count).
         loss_scaler: fp16's scale and counters.
         state: what the caller gave to be handed back (data position, best loss ...).
+        id: of this checkpoint; follows: of the one that its run had saved or loaded before it.
     """
 
     step: int
@@ -90,6 +94,8 @@ class Manifest:
     loss_scaler: Mapping[str, Any] = field(default_factory=dict)
     skipped: int = 0
     state: Mapping[str, Any] = field(default_factory=dict)
+    id: str = ""
+    follows: str = ""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -107,17 +113,46 @@ def describe_layout(layout: Mapping[str, Any]) -> str:
 
 
 def _parse(raw: Any) -> Manifest:
+    """Raises ValueError, KeyError, TypeError, AttributeError for what no save writes; CheckpointError: the format."""
     if raw["format"] != FORMAT:
         raise CheckpointError(f"format {raw['format']} is not {FORMAT}, which this version reads")
-    tensors = {
-        name: StoredTensor(
-            tuple(t["shape"]), t["trainable"], {k: tuple(Run(**run) for run in runs) for k, runs in t["runs"].items()}
-        )
-        for name, t in raw["tensors"].items()
-    }
     files = {name: StoredFile(**f) for name, f in raw["files"].items()}
+    for name, file in files.items():
+        _valid(_FILE.fullmatch(name) is not None, f"no name of a file here: {name!r}")
+        _valid(_count(file.bytes) and _count(file.crc32), f"size and checksum of {name}")
+    tensors = {name: _tensor(name, t, files) for name, t in raw["tensors"].items()}
     rest = {k: v for k, v in raw.items() if k not in ("format", "tensors", "files")}
-    return Manifest(tensors=tensors, files=files, **rest)
+    manifest = Manifest(tensors=tensors, files=files, **rest)
+    optimizer, moments = manifest.optimizer, manifest.optimizer["state"]
+    mappings = (manifest.layout, optimizer, manifest.loss_scaler, manifest.state)
+    _valid(all(isinstance(m, dict) for m in mappings) and isinstance(moments, list), "a part of another kind")
+    words = (manifest.precision, optimizer["type"], manifest.id, manifest.follows, *moments)
+    _valid(all(isinstance(word, str) for word in words), "a name that is no text")
+    steps = (manifest.step, manifest.skipped, optimizer["step"])
+    _valid(all(map(_count, steps)), "a step that is no count")
+    _valid(all(isinstance(n, int | float) for n in manifest.loss_scaler.values()), "a loss scaler without numbers")
+    return manifest
+
+
+def _tensor(name: str, raw: Any, files: Mapping[str, StoredFile]) -> StoredTensor:
+    shape = tuple(raw["shape"])
+    _valid(bool(shape) and all(map(_count, shape)) and isinstance(raw["trainable"], bool), f"shape or kind of {name}")
+    runs = {kind: tuple(Run(**run) for run in found) for kind, found in raw["runs"].items()}
+    for run in (run for found in runs.values() for run in found):
+        _valid(run.file in files, f"{name} lies in {run.file!r}, which is not listed")
+        inside = run.dim is None or (_count(run.dim) and run.dim < len(shape))
+        _valid(inside and _count(run.start) and _count(run.stop), f"a run of {name}")
+        _valid(run.start < run.stop <= shape[run.dim or 0], f"a run of {name} that is not inside it")
+    return StoredTensor(shape, raw["trainable"], runs)
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _valid(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(what)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -140,13 +175,17 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def uncovered(manifest: Manifest) -> list[str]:
-    """Tensors whose runs do not add up to the whole; a sound checkpoint has none."""
+    """Tensors whose runs are not the whole, each element once; a sound checkpoint has none."""
     found = []
     for name, tensor in manifest.tensors.items():
         for kind, runs in tensor.runs.items():
             stored = sum(prod(b - a for a, b in run.cut.box(tensor.shape)) for run in runs)
             if stored != prod(tensor.shape):
                 found.append(f"{kind} of {name}: {stored} of {prod(tensor.shape)} elements")
+            elif len({run.dim for run in runs}) > 1 or any(
+                a.stop > b.start for a, b in pairwise(sorted(runs, key=lambda run: run.start))
+            ):
+                found.append(f"{kind} of {name}: some elements twice")
     return found
 
 
@@ -165,6 +204,23 @@ def file_faults(folder: Path, manifest: Manifest, names: Iterable[str] | None = 
                 f"{folder / name} has {size} bytes, not the {wanted} that were written: truncated or replaced"
             )
     return faults
+
+
+def header_faults(folder: Path, manifest: Manifest, name: str) -> list[str]:
+    """Where a file's own header does not hold what the manifest says that it holds; no data is read."""
+    try:
+        header = read_header(folder / name)
+    except HeaderError as exc:
+        return [str(exc)]
+    faults = []
+    for tensor, stored in manifest.tensors.items():
+        for kind, run in ((kind, run) for kind, runs in stored.runs.items() for run in runs if run.file == name):
+            found, key = header.get(run.key(tensor, kind)), run.key(tensor, kind)
+            shape = tuple(b - a for a, b in run.cut.box(stored.shape))
+            if found is None or found.shape != shape or found.dtype not in FLOAT_DTYPES:
+                what = "is missing" if found is None else f"is {found.dtype}{list(found.shape)}"
+                faults.append(f"{folder / name}: {key} {what}, not of shape {list(shape)}")
+    return faults[:3]
 
 
 def content_faults(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:

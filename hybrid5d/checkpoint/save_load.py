@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,29 @@ from hybrid5d.checkpoint.start_weights import TensorFiles, zero_padding
 from hybrid5d.checkpoint.state import TrainState
 from hybrid5d.checkpoint.stored import fill_from_runs
 from hybrid5d.errors import CheckpointError, DamagedCheckpoint
-from hybrid5d.files import fresh_folder, old_of, publish, temporary_of, write_whole
+from hybrid5d.files import fresh_folder, old_of, publish, temporary_of, wait_until, write_whole
 from hybrid5d.parallel.agree import gather_objects, together, world_axis
 from hybrid5d.parallel.shard import Piece, pieces_of
 
+SHARED_SECONDS = 40.0  # that a shared file system may take to show another host's files
+_SHARE = "checkpoints must be on a file system that all nodes share"
+
 # --- saving ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A whole checkpoint: its folder, its id, bytes of its tensors."""
+
+    path: Path
+    id: str
+    bytes: int
 
 
 def save_checkpoint(
     state: TrainState, directory: str | Path, extra: Mapping[str, Any] | None = None, number: int | None = None,
     critic: TrainState | None = None,
-) -> Path:  # fmt: skip
+) -> Saved:  # fmt: skip
     """Write `directory/global_step_N` and point `latest` at it; atomic. Collective over the world.
 
     Args:
@@ -57,7 +70,13 @@ def save_checkpoint(
                 (temporary / name).mkdir()
 
     together(axis, start)
+
+    def arrive() -> None:
+        if not wait_until(lambda: all((temporary / name).is_dir() for name in parts), root, SHARED_SECONDS):
+            raise CheckpointError(f"{temporary} of rank 0 is not seen here: {_SHARE}")
+
     try:
+        together(axis, arrive)
         manifests = {
             name: write_shards(part, temporary / name, _moments(part), (extra or {}) if part is state else {})
             for name, part in parts.items()
@@ -67,10 +86,10 @@ def save_checkpoint(
             if first:
                 for name, part in parts.items():
                     folder, manifest = temporary / name, manifests[name]
+                    wait_until(lambda f=folder, m=manifest: not files.file_faults(f, m), folder, SHARED_SECONDS)
                     faults = files.file_faults(folder, manifest)
                     if faults:  # another node's files are not visible here
-                        advice = f"{root} must be on a file system that all nodes share"
-                        raise CheckpointError("\n".join([*faults, advice]))
+                        raise CheckpointError("\n".join([*faults, f"{root}: {_SHARE}"]))
                     write_sidecar(part.plan, folder / files.SIDECAR)
                     write_whole(folder / files.MANIFEST, manifest.to_json())
                 publish(temporary, final)
@@ -82,7 +101,8 @@ def save_checkpoint(
         if first:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return final
+    size = sum(file.bytes for manifest in manifests.values() for file in manifest.files.values())
+    return Saved(final, manifests[files.ACTOR].id, size)
 
 
 def _moments(state: TrainState) -> tuple[str, ...]:
@@ -157,9 +177,14 @@ def _restore_rng(state: TrainState, folder: Path, manifest: Manifest) -> None:
         return
     _, file = shard_files(state.ctx)
     with TensorFiles() as reader:
-        torch.set_rng_state(reader.read(folder / file, RNG).clone())
+        found = [(RNG, reader.read(folder / file, RNG).clone(), torch.get_rng_state, torch.set_rng_state)]
         if torch.cuda.is_initialized() and reader.holds(folder / file, CUDA_RNG):  # not where a CPU wrote it
-            torch.cuda.set_rng_state(reader.read(folder / file, CUDA_RNG).clone())
+            there = reader.read(folder / file, CUDA_RNG).clone()
+            found.append((CUDA_RNG, there, torch.cuda.get_rng_state, torch.cuda.set_rng_state))
+    for name, saved, present, restore in found:
+        if saved.dtype != torch.uint8 or saved.shape != present().shape:
+            raise CheckpointError(f"{folder / file}: {name} is no state of torch's random numbers")
+        restore(saved)
 
 
 def load_checkpoint(state: TrainState, directory: str | Path) -> Manifest:
@@ -186,7 +211,8 @@ def load_checkpoint(state: TrainState, directory: str | Path) -> Manifest:
     mine = sorted(manifest.files)[axis.rank :: axis.size]
 
     def check_content() -> None:
-        if faults := files.content_faults(folder, manifest, mine):
+        headers = [fault for name in mine for fault in files.header_faults(folder, manifest, name)]
+        if faults := headers or files.content_faults(folder, manifest, mine):
             raise CheckpointError("\n".join(faults))
 
     try:
@@ -196,8 +222,8 @@ def load_checkpoint(state: TrainState, directory: str | Path) -> Manifest:
     access.reset(tuple(manifest.optimizer["state"]), int(manifest.optimizer["step"]))
 
     def restore() -> None:
-        _restore(state, folder, manifest)
         _restore_rng(state, folder, manifest)
+        _restore(state, folder, manifest)
 
     together(axis, restore)
     access.set_loss_scaler(dict(manifest.loss_scaler))

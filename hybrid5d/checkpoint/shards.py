@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +14,16 @@ from torch import Tensor, nn
 
 from hybrid5d.checkpoint import manifest as files
 from hybrid5d.checkpoint.manifest import WEIGHT, Manifest, Run, StoredFile, StoredTensor
-from hybrid5d.checkpoint.safetensors_writer import SafetensorsWriter
+from hybrid5d.checkpoint.safetensors_writer import SafetensorsWriter, tensor_bytes
 from hybrid5d.checkpoint.state import TrainState
-from hybrid5d.parallel.agree import gather_objects, raise_together, world_axis
+from hybrid5d.errors import CheckpointError
+from hybrid5d.parallel.agree import gather_objects, raise_together, together, world_axis
 from hybrid5d.parallel.context import ParallelContext
 from hybrid5d.parallel.shard import Piece, pieces_of, shard_of
 
 RNG = "rng/cpu"
 CUDA_RNG = "rng/cuda"
+_HEADER_BYTES = 160  # of a tensor's line in a file's header, about
 
 
 def saved_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -95,10 +99,7 @@ def _write(
                     yield entry.key, entry.piece.local_view(whole)
         yield from extra.items()
 
-    mine = [g for g in gathers if g[2] == state.ctx.dp_cp.rank]
-    entries = [(e, param) for param, kind, _ in mine for e in _entries(param, kind, path.name)]
-    layout = {e.key: (torch.float32 if e.trainable else param.dtype, e.shape) for e, param in entries}
-    layout |= {key: (t.dtype, tuple(t.shape)) for key, t in extra.items()}
+    entries, layout = _contents(state, path, gathers, extra)
     gathered, stored = values(), None
     try:
         if layout:
@@ -112,7 +113,24 @@ def _write(
     finally:
         for _ in gathered:  # the others' gathers need this rank, whatever became of its file
             pass
-    return [e for e, _ in entries], stored
+    return entries, stored
+
+
+def _contents(
+    state: TrainState, path: Path, gathers: Sequence[_Gather], extra: Mapping[str, Tensor]
+) -> tuple[list[_Entry], dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
+    """What this rank's file will hold."""
+    mine = [g for g in gathers if g[2] == state.ctx.dp_cp.rank]
+    entries = [(e, param) for param, kind, _ in mine for e in _entries(param, kind, path.name)]
+    layout = {e.key: (torch.float32 if e.trainable else param.dtype, e.shape) for e, param in entries}
+    layout |= {key: (t.dtype, tuple(t.shape)) for key, t in extra.items()}
+    return [e for e, _ in entries], layout
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(f"{folder}: a checkpoint takes {needed / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free")
 
 
 def random_state() -> dict[str, Tensor]:
@@ -138,7 +156,13 @@ def write_shards(state: TrainState, folder: Path, moments: tuple[str, ...], extr
     written: dict[str, StoredFile] = {}
     entries: list[_Entry] = []
     failure: OSError | None = None
-    for name, gathers, more in ((model, masters, {}), (optim, rest, random_state())):
+    parts: tuple[tuple[str, list[_Gather], dict[str, Tensor]], ...]
+    parts = ((model, masters, {}), (optim, rest, random_state()))
+    layouts = [_contents(state, folder / name, gathers, more)[1] for name, gathers, more in parts]
+    mine = sum(tensor_bytes(*about) + _HEADER_BYTES for layout in layouts for about in layout.values())
+    offers = gather_objects((mine, secrets.token_hex(8)), axis)
+    together(axis, lambda: _check_room(folder, sum(size for size, _ in offers)) if axis.rank == 0 else None)
+    for name, gathers, more in parts:
         try:
             found, stored = _write(state, folder / name, gathers, more)
         except OSError as exc:  # not raised yet: the second file's gathers need this rank
@@ -158,6 +182,8 @@ def write_shards(state: TrainState, folder: Path, moments: tuple[str, ...], extr
         loss_scaler=access.loss_scaler(),
         skipped=state.skipped,
         state=dict(extra),
+        id=offers[0][1],
+        follows=state.follows,
     )
     gaps = files.uncovered(manifest)
     assert not gaps, f"a checkpoint would miss {gaps[:3]}"

@@ -42,6 +42,7 @@ class TrainState:
         plan: of the run: precision, ZeRO stage, model folder.
         step: steps done.
         skipped: those of them that changed nothing (fp16).
+        follows: id of the checkpoint that was saved or loaded last; "" for none.
     """
 
     module: nn.Module
@@ -50,6 +51,7 @@ class TrainState:
     plan: RunPlan
     step: int
     skipped: int = 0
+    follows: str = ""
 
     def layout(self) -> dict[str, Any]:
         """What a manifest says of the run that wrote it."""

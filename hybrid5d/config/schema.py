@@ -99,6 +99,15 @@ class RunnerConfig(Block):
     save_interval: Int = key(
         -1, "save a checkpoint every so many steps and at the end; <= 0: never", "steps", to="save_interval"
     )
+    keep_last: Int | None = key(
+        None, "keep so many of this run's newest checkpoints, remove older ones; null: all", ge=1, to="keep_last"
+    )
+    keep_every: Int | None = key(
+        None, "with keep_last: those of steps that are a multiple of this stay", "steps", ge=1, to="keep_every"
+    )
+    on_save_error: Literal["stop", "continue"] = key(
+        "stop", "a checkpoint that cannot be written ends the run, or is said and left out", to="on_save_error"
+    )
     val_check_interval: Int = key(
         -1, "evaluate every so many steps, and before and after training; <= 0: never", "steps", to="val_check_interval"
     )

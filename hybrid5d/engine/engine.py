@@ -19,7 +19,7 @@ from torch import Tensor
 from hybrid5d.checkpoint.export import export_hf
 from hybrid5d.checkpoint.hf_tensors import BUCKET_BYTES, HfTensors
 from hybrid5d.checkpoint.manifest import critic_beside, find_checkpoint
-from hybrid5d.checkpoint.save_load import load_checkpoint, save_checkpoint
+from hybrid5d.checkpoint.save_load import Saved, load_checkpoint, save_checkpoint
 from hybrid5d.checkpoint.state import TrainState
 from hybrid5d.context_parallel import choose_kernel
 from hybrid5d.data.types import Document, MicroBatch, StepBatch
@@ -78,6 +78,7 @@ class Engine:
     ):  # fmt: skip
         self.plan, self.ctx, self.module, self.device = plan, ctx, module, current_device()
         self.global_step = self.skipped_steps = 0
+        self._follows = ""  # id of the checkpoint that was saved or loaded last
         self._spec, self._dtype = spec, DTYPES[plan.precision.dtype]
         kernel = choose_kernel(plan.config.actor.model.attention_kernel, self.device, self._dtype, spec.head_dim)
         windows = frozenset(spec.window(i) for i in range(spec.num_layers))
@@ -284,18 +285,21 @@ class Engine:
     def state(self) -> TrainState:
         """What checkpoints are made of, as it is now."""
         access = OptimizerState(self.ds.optimizer, self.ctx.dp_cp)
-        return TrainState(self.module, access, self.ctx, self.plan, self.global_step, self.skipped_steps)
+        steps = (self.global_step, self.skipped_steps)
+        return TrainState(self.module, access, self.ctx, self.plan, *steps, follows=self._follows)
 
     def save_checkpoint(
         self, directory: str | Path, state: Mapping[str, Any] | None = None, number: int | None = None
-    ) -> Path:
+    ) -> Saved:
         """Write `directory/global_step_N`, which any layout can load, and `directory/latest`; atomic.
 
         `state` (JSON-ready: data position ...) is handed back by `load_checkpoint`. N is `number`, else the optimizer
         steps done. Collective over the world.
         """
         critic = None if self.critic is None else self.critic.state
-        return save_checkpoint(self.state, directory, state, number, critic)
+        saved = save_checkpoint(self.state, directory, state, number, critic)
+        self._follows = saved.id
+        return saved
 
     def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:
         """Restore weights, optimizer state and step from `save_checkpoint`'s output; returns its `state`.
@@ -307,6 +311,7 @@ class Engine:
             self.critic.load_checkpoint(critic_beside(directory))
         manifest = load_checkpoint(self.state, directory)
         self.global_step = self.ds.global_steps = manifest.step
+        self._follows = manifest.id
         self.skipped_steps = manifest.skipped
         return dict(manifest.state)
 

@@ -344,6 +344,16 @@ def _installed(package: str) -> bool:
     return package in sys.modules or find_spec(package) is not None
 
 
+@reads("runner.keep_last", "runner.keep_every")
+def retention(draft: Draft) -> list[ConfigError]:
+    """Nothing is removed without keep_last, so nothing is exempt."""
+    runner = draft.config.runner
+    if runner.keep_every is None or runner.keep_last is not None:
+        return []
+    rule = "runner.keep_last is null: all checkpoints stay"
+    return [ConfigError("runner.keep_every", runner.keep_every, rule, "set keep_last, or drop keep_every")]
+
+
 @reads("actor.deepspeed")
 def deepspeed_block(draft: Draft) -> list[ConfigError]:
     """What `actor.deepspeed` may not say. What we emit ourselves is compared where its sources are known."""
@@ -498,7 +508,7 @@ RULES: tuple[Rule[Draft], ...] = (
     world, placement, batch, rl_batch, rl_keys, model_folder, weight_files, heads, ulysses, sequence_parallel,
     hierarchical, recompute_method, recompute_layers, stages, warmup, _below_peak("min_lr"),
     _below_peak("lr_warmup_init"), tail, tail_length, weight_decay, zero, token_budget, budget_holds_a_row, trackers,
-    deepspeed_block,
+    retention, deepspeed_block,
 )  # fmt: skip
 RUN_RULES: tuple[Rule[Draft], ...] = (
     data_type, reference, train_data, val_data, weights, tokenizer, resume, offload, loaded,

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hybrid5d.checkpoint.manifest import Resume, resolve_resume
+from hybrid5d.checkpoint.retention import prune
 from hybrid5d.data.loader import EvalLoader, Loader
 from hybrid5d.engine.results import StepResult
-from hybrid5d.errors import EXIT_FAILED, EXIT_STOPPED, DamagedCheckpoint, HybridError
+from hybrid5d.errors import EXIT_FAILED, EXIT_STOPPED, CheckpointError, DamagedCheckpoint, HybridError
 from hybrid5d.parallel.agree import gather_objects, together, world_axis
 from hybrid5d.parallel.collectives import max_scalars
 from hybrid5d.train.metrics import Console, JsonLines, Tracker, duration, open_trackers, step_record
@@ -259,7 +260,7 @@ class Trainer:
         """Agree on what signals ask, and save. Collective over the world."""
         request, step = self._agree(), self.done
         if request is not Request.NOTHING and step and self._saved_at != step:
-            self._save()
+            self._save(last=request >= Request.STOP)
         return request
 
     def _stopped(self, request: Request, last: StepResult | None) -> dict[str, Any]:
@@ -299,14 +300,28 @@ class Trainer:
         for tracker in self._trackers:
             tracker.log(step, values)
 
-    def _save(self) -> Path:
-        step = self.done
+    def _save(self, last: bool = False) -> None:
+        """Save, and remove what `runner.keep_last` does not keep.
+
+        Raises:
+            CheckpointError: it cannot be written, on every rank; with `runner.on_save_error: continue` only where
+                nothing comes after it.
+        """
+        step, begun = self.done, time.perf_counter()
         self.note(f"checkpoint after step {step}")
         state = {DATA: self.loader.identity(), **self._state()}
-        path = self.engine.save_checkpoint(self.folder / CHECKPOINTS, state, step)
+        try:
+            saved = self.engine.save_checkpoint(self.folder / CHECKPOINTS, state, step)
+        except CheckpointError as exc:
+            if last or self.runner.on_save_error == "stop":
+                raise
+            self.console.say(f"notice: step {step} is not saved, training goes on from {self._last_good()}: {exc}")
+            return
         self._saved_at = step
-        self.console.say(f"checkpoint: {path}")
-        return path
+        self.console.say(f"checkpoint: {saved.path}")
+        self._track(step, "save", {"seconds": time.perf_counter() - begun, "bytes": saved.bytes})
+        if self.first and self.runner.keep_last is not None:
+            prune(saved.path, self.runner.keep_last, self.runner.keep_every)
 
     def _last_loss(self, step: int) -> float | None:
         return self.folder.last_loss(step)
@@ -333,7 +348,7 @@ class Trainer:
             result["eval_loss"] = self._evaluations[-1].loss
         if self.runner.save_interval > 0:
             if self._saved_at != step:
-                self._save()
+                self._save(last=True)
             self.note("export")
             result["hf"] = str(self.engine.export_hf(self.folder / HF, force=True))
             self.console.say(f"Hugging Face folder: {result['hf']}")

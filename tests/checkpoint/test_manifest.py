@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from hybrid5d.checkpoint.manifest import (
     StoredTensor,
     checkpoints,
     describe_layout,
+    faults_of,
     file_faults,
     find_checkpoint,
     read_manifest,
@@ -28,10 +30,12 @@ from hybrid5d.checkpoint.manifest import (
 from hybrid5d.errors import CheckpointError
 from hybrid5d.files import crc32_of
 
+DROP = object()
+
 
 def manifest(**changes: object) -> Manifest:
     tensor = StoredTensor(
-        (4, 3), True, {"weight": (Run("a", 0, 0, 2), Run("a", 0, 2, 4)), "exp_avg": (Run("b", None, 0, 4),)}
+        (4, 3), True, {"weight": (Run("a", 0, 0, 2), Run("a", 0, 2, 4)), "exp_avg": (Run("a", None, 0, 4),)}
     )
     layout = {"pp": 1, "dp": 1, "cp": 1, "tp": 2, "zero_stage": 1, "optimizer": "AdamW"}
     optimizer = {"type": "AdamW", "state": ["exp_avg"], "step": 3}
@@ -85,6 +89,49 @@ def test_runs_must_cover_the_tensor() -> None:
         "weight of w: 6 of 12 elements",
         "exp_avg of w: 8 of 12 elements",
     ]
+
+
+def test_no_element_may_be_stored_twice() -> None:
+    twice = {"weight": (Run("a", 0, 0, 2), Run("a", 0, 1, 3)), "exp_avg": (Run("a", 0, 0, 2), Run("a", 1, 1, 3))}
+    (first,) = uncovered(manifest(tensors={"w": StoredTensor((4, 3), True, {"weight": twice["weight"]})}))
+    assert first == "weight of w: some elements twice"
+    across = StoredTensor((4, 2), True, {"exp_avg": (Run("a", 0, 0, 2), Run("a", 1, 1, 2))})
+    assert uncovered(manifest(tensors={"w": across})) == ["exp_avg of w: some elements twice"]
+
+
+@pytest.mark.parametrize("name", ["../a", "/etc/passwd", "b/a", "..", "", "a\0", ".a", "a b"])
+def test_no_name_leaves_the_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "manifest.json").write_text(manifest(files={"a": StoredFile(5, 7), name: StoredFile(5, 7)}).to_json())
+    with pytest.raises(CheckpointError, match="no name of a file here"):
+        read_manifest(tmp_path)
+
+
+def _nodes(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+        yield (*path, key)
+        yield from _nodes(value, (*path, key))
+
+
+def test_mutated_manifests_are_refused_or_valid_and_never_a_traceback(tmp_path: Path) -> None:
+    """Every value of a manifest in turn: gone, or of another kind or size."""
+    actor = put(tmp_path, "global_step_3")
+    whole = json.loads((actor / "manifest.json").read_text())
+    tried = refused = 0
+    for path in _nodes(whole):
+        for value in (DROP, None, -1, 2**70, "../x", [], {}, True, 1.5):
+            tree = json.loads(json.dumps(whole))
+            node = tree
+            for key in path[:-1]:
+                node = node[key]
+            if value is DROP:
+                del node[path[-1]]
+            else:
+                node[path[-1]] = value
+            (actor / "manifest.json").write_text(json.dumps(tree))
+            faults = faults_of(actor)
+            assert all("\n" not in fault for fault in faults), faults
+            tried, refused = tried + 1, refused + bool(faults)
+    assert tried > 400 and refused > 0.7 * tried, (tried, refused)
 
 
 def test_file_faults(tmp_path: Path) -> None:

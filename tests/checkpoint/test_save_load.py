@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +295,53 @@ def test_another_model_or_optimizer_is_refused_with_both_layouts(saved: Path, mo
         run(Layout(), SGD, model, range(2, 3), resume=saved)
 
 
+def _load_mutated(rank: int, layout: Layout, folder: str, actor: str, names: list[str], tries: int) -> list[str]:
+    """What loading says of as many files with one wrong value in the header, each with its checksum put right."""
+    from hybrid5d.errors import CheckpointError
+
+    engine, random, said = build_engine(layout, ADAM, folder, len(STEPS[0])), np.random.default_rng(5), []
+    for n in range(tries):
+        path, manifest = Path(actor) / names[n % len(names)], Path(actor) / "manifest.json"
+        whole, listed = path.read_bytes(), manifest.read_text()
+        size = int.from_bytes(whole[:8], "little")
+        header = json.loads(whole[8 : 8 + size])
+        key = str(random.choice([k for k in header if "/" in k and not k.startswith("rng")]))
+        entry = header[key]
+        change = n // len(names) % 6
+        if change == 0:
+            header[key + "x"] = header.pop(key)
+        elif change == 1:
+            entry["shape"] = [1, *entry["shape"]]
+        elif change == 2:
+            entry["dtype"] = "I32" if entry["dtype"] == "F32" else "F8_E4M3"
+        elif change == 3:
+            entry["data_offsets"] = [entry["data_offsets"][0], entry["data_offsets"][1] + 2**40]
+        elif change == 4:
+            entry["shape"] = [2**40]
+        else:
+            entry["data_offsets"] = entry["data_offsets"][::-1]
+        text = json.dumps(header, separators=(",", ":")).encode()
+        content = len(text).to_bytes(8, "little") + text + whole[8 + size :]
+        tree = json.loads(listed)
+        tree["files"][path.name] = {"bytes": len(content), "crc32": zlib.crc32(content)}
+        path.write_bytes(content)
+        manifest.write_text(json.dumps(tree))
+        with pytest.raises(CheckpointError) as caught:
+            engine.load_checkpoint(actor)
+        said.append(str(caught.value))
+        path.write_bytes(whole)
+        manifest.write_text(listed)
+    engine.load_checkpoint(actor)  # as it was
+    return said
+
+
+def test_headers_that_lie_are_refused_before_anything_is_overwritten(model: Path, broken: Path) -> None:
+    actor = broken / "global_step_2" / "actor"
+    names = sorted(p.name for p in actor.glob("*.safetensors"))
+    (said,) = run_ranks(1, _load_mutated, Layout(), str(model), str(actor), names, 120)
+    assert all(len(text.splitlines()) <= 3 and "safetensors" in text for text in said), said
+
+
 # --- atomicity ------------------------------------------------------------------------------------------------------
 
 
@@ -313,12 +362,16 @@ def _failing_save(rank: int, layout: Layout, folder: str, root: str, failing_ran
                 raise OSError(28, "No space left on device")
             original(self, *args)
 
+        if how == "room":
+            usage = shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)  # type: ignore[attr-defined]
+            shutil.disk_usage = lambda path: usage  # type: ignore[assignment]
+
         def refuse(self: Any, path: Path, *args: Any) -> None:
             raise OSError(30, "Read-only file system", str(path))
 
         if how == "full":
             SafetensorsWriter.write = write  # type: ignore[method-assign]
-        else:
+        elif how != "room":
             SafetensorsWriter.__init__ = refuse  # type: ignore[method-assign]
     with pytest.raises(CheckpointError) as caught:
         if how == "export":
@@ -337,6 +390,47 @@ def test_a_rank_that_cannot_write_stops_all_with_its_message(model: Path, tmp_pa
     assert lines[0].startswith("rank 5: ") and reason in lines[0] and "safetensors" in lines[0]
     assert {p.name for p in tmp_path.iterdir()} == {"global_step_0", "latest"}
     assert (tmp_path / "latest").read_text() == "global_step_0\n"
+
+
+def test_a_save_without_room_is_refused_before_it_begins(model: Path, tmp_path: Path) -> None:
+    lines = run_ranks(2, _failing_save, Layout(tp=2), str(model), str(tmp_path), 0, "room")
+    found = re.fullmatch(r"rank 0: .*: a checkpoint takes (\S+) MB, 0.0 MB are free", lines[0])
+    written = sum(p.stat().st_size for p in (tmp_path / "global_step_0").rglob("*.safetensors"))
+    assert found and lines[1] == lines[0]
+    assert written < float(found[1]) * 1e6, "with the moments that the first save had not"
+    assert {p.name for p in tmp_path.iterdir()} == {"global_step_0", "latest"}
+
+
+def _late(rank: int, layout: Layout, folder: str, root: str, seconds: float) -> str:
+    """Rank 1 sees rank 0's new folder late, rank 0 the other's files."""
+    from hybrid5d.checkpoint import save_load
+    from hybrid5d.errors import CheckpointError
+
+    engine, begun = build_engine(layout, ADAM, folder, len(STEPS[0])), time.monotonic()
+    stat = os.stat
+
+    def late(path: Any, **options: Any) -> os.stat_result:
+        hidden = str(path).endswith("actor") if rank else "tp01" in str(path)
+        if hidden and time.monotonic() - begun < seconds:
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return stat(path, **options)
+
+    os.stat = late  # type: ignore[assignment]
+    save_load.SHARED_SECONDS = 4.0
+    try:
+        return str(engine.save_checkpoint(root).path.name)
+    except CheckpointError as exc:
+        return str(exc)
+
+
+@pytest.mark.parametrize("seconds", [2.0, 100.0])
+def test_files_that_a_shared_file_system_shows_late_are_waited_for(model: Path, tmp_path: Path, seconds: float) -> None:
+    found = run_ranks(2, _late, Layout(tp=2), str(model), str(tmp_path), seconds)
+    if seconds < 4:
+        assert found == ["global_step_0"] * 2 and (tmp_path / "latest").read_text() == "global_step_0\n"
+    else:
+        assert found[0] == found[1] and "on a file system that all nodes share" in found[0]
+        assert not list(tmp_path.iterdir()), "nothing half-written stays"
 
 
 def _dies(rank: int, layout: Layout, folder: str, root: str, where: str) -> None:

@@ -79,6 +79,55 @@ def test_a_resumed_run_leaves_the_same_lines(tmp_path: Path) -> None:
     assert [g["loss"] for g in got] == pytest.approx([w["loss"] for w in want], abs=1e-5)
 
 
+def _full_disk(rank: int, world: int, path: str, words: tuple[str, ...], bad: tuple[int, ...]) -> dict[str, Any]:
+    """Trains; rank 1 cannot write the saves of these numbers (0 = the first)."""
+    from hybrid5d.checkpoint import save_load, shards
+    from hybrid5d.checkpoint.safetensors_writer import SafetensorsWriter
+
+    number, write, write_shards = [-1], SafetensorsWriter.write, save_load.write_shards
+
+    def counted(*args: Any) -> Any:
+        number[0] += 1
+        return write_shards(*args)
+
+    def fails(self: Any, *args: Any) -> None:
+        if rank == 1 and number[0] in bad:
+            raise OSError(28, "No space left on device")
+        write(self, *args)
+
+    save_load.write_shards, shards.SafetensorsWriter.write = counted, fails  # type: ignore[method-assign]
+    return train(rank, world, path, words)
+
+
+_full_disk.needs_group = True  # type: ignore[attr-defined]
+SAVE = ("runner.save_interval=1", "runner.max_steps=5", "runner.keep_last=1", TP2)
+
+
+def test_saves_that_fail_are_said_left_out_and_the_whole_one_stays(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Saves of steps 2 and 3 fail on rank 1: step 1 stays until step 4 is whole, and nothing else lies about."""
+    path = str(write_run(tmp_path / "a"))
+    results = run_ranks(2, _full_disk, 2, path, (*SAVE, "runner.on_save_error=continue"), (1, 2))
+    assert [r["exit_code"] for r in results] == [0, 0]
+    root = tmp_path / "a" / "run" / "checkpoints"
+    assert {p.name for p in root.iterdir()} == {"global_step_5", "latest"}
+    out = capfd.readouterr().out
+    told = [line for line in out.splitlines() if "is not saved" in line]
+    assert [line.split(",")[0] for line in told] == ["notice: step 2 is not saved", "notice: step 3 is not saved"], out
+    assert all("goes on from the checkpoint of step 1: rank 1: " in line and "No space" in line for line in told)
+
+
+def test_a_save_that_fails_ends_the_run_and_the_whole_one_stays(tmp_path: Path) -> None:
+    """By default; and the last save, which nothing follows, with `continue`, too."""
+    for name, words, bad, left in (("a", (), (1,), 1), ("b", ("runner.on_save_error=continue",), (4,), 4)):
+        path = str(write_run(tmp_path / name))
+        with pytest.raises(RankFailure, match="No space left on device"):
+            run_ranks(2, _full_disk, 2, path, (*SAVE, *words), bad)
+        root = tmp_path / name / "run" / "checkpoints"
+        assert {p.name for p in root.iterdir()} == {f"global_step_{left}", "latest"}
+
+
 def test_a_resumed_run_says_what_changed(tmp_path: Path) -> None:
     """Other data, order or batch: the run goes on, and not in silence."""
     path = write_run(tmp_path / "a", rows=21)
