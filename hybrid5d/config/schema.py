@@ -135,6 +135,14 @@ class RunnerConfig(Block):
         gt=0,
         to="grace_seconds",
     )
+    hang_timeout: Float | None = key(
+        None,
+        "a step that takes longer ends the run, with what each rank does; other phases and the first step may take ten"
+        " times as long; null: 20 times the longest step, at least 600",
+        "seconds",
+        gt=0,
+        to="hang_timeout",
+    )
     peer_timeout: Float = key(
         30.0,
         "several hosts: one that is not heard for this long ends the job on all sides",

@@ -69,10 +69,9 @@ def train(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | None)
         say(f"attention kernel: {engine.attention_kernel}; collectives: {engine.transport}", sys.stdout)
         folder.write_environment(environment(job.env, str(engine.device)))
 
-    def note(where: str) -> None:
-        job.where = where
-
-    job.grace_seconds = plan.config.runner.grace_seconds
+    note, job.grace_seconds, job.progress.timeout = (
+        job.progress.note, plan.config.runner.grace_seconds, plan.config.runner.hang_timeout,
+    )  # fmt: skip
     if rollouts is not None:
         trainer: Trainer = RLTrainer(engine, rollouts, folder, resumed=resumed, note=note, requests=job.requests)
     else:
@@ -222,6 +221,6 @@ def _barrier() -> None:
 
 def _leave(job: Job) -> None:
     """No rank ends before all are here: the result is written then, and an exit code other than 0 ends the others."""
-    job.where = "the end"
+    job.progress.note("the end")
     _barrier()
     job.finish()

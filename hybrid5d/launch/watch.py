@@ -25,21 +25,23 @@ from hybrid5d.console import say
 from hybrid5d.errors import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, HybridError
 from hybrid5d.launch.env import LaunchEnv
 from hybrid5d.launch.hosts import Hosts, Store
+from hybrid5d.launch.progress import STACK, Progress, describe, end_processes, leave_stack, main_stack
 from hybrid5d.train.requests import Request, Requests
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # stop and save, end at once, save
 GRACE_SECONDS = 8.0  # for the cause to be told, and for the launcher to end this rank
 _POLL_SECONDS = 1.0
+STACK_SECONDS = 5.0  # for ranks that can to say where they stand
 REPEAT_SECONDS = 2.0  # a scheduler signals all processes and launchers pass it on: SIGTERMs this close are one
 CAUSE_SECONDS = 3.0  # two beats between hosts
-_PREFIX, FAILED = "hybrid5d-", "failed"
+_PREFIX, FAILED, HANG = "hybrid5d-", "failed", "hang"
 
 
 class Job:
     """This rank among the ranks of its node.
 
     Attributes:
-        where: what the rank is doing, for messages ("step 2").
+        progress: what the rank is doing, since when, and for how long it may.
         requests: what signals ask; the training loop answers them.
         grace_seconds: how long it may take to.
     """
@@ -47,7 +49,7 @@ class Job:
     def __init__(self, env: LaunchEnv, root: Path | None = None, *, started: bool = False):
         """`started`: by `hybrid5d train`, whose end ends a single process too (a shell's does not)."""
         self.env = env
-        self.where = "start"
+        self.progress = Progress(None)
         self.requests, self.grace_seconds = Requests(), 30.0
         self._deadline: float | None = None
         parent = psutil.Process().ppid()
@@ -58,6 +60,15 @@ class Job:
         self._stop = threading.Event()
         self._hosts: Hosts | None = None
 
+    @property
+    def where(self) -> str:
+        """What the rank is doing, for messages ("step 2")."""
+        return self.progress.where
+
+    @where.setter
+    def where(self, text: str) -> None:
+        self.progress.where = text
+
     # --- life -------------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
@@ -66,6 +77,7 @@ class Job:
         if self.env.world_size > 1 or self.ancestors:
             self._make_folder()
             (self.folder / f"{self.env.rank}.pid").write_text(f"{os.getpid()} {_started(os.getpid())}")
+            self.progress.path = self.folder / f"{self.env.rank}.note"
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         for number in SIGNALS:  # the thread answers, also while the main one waits in gloo
@@ -96,7 +108,7 @@ class Job:
         """
         if isinstance(exc, HybridError):
             self._refuse(str(exc))
-            return EXIT_REFUSED
+            return EXIT_FAILED if self.requests.answered else EXIT_REFUSED  # a run that trained failed
         code = exc.code if isinstance(exc, SystemExit) else None
         reason = f"left early with exit code {code or 0}" if isinstance(exc, SystemExit) else _one_line(exc)
         if isinstance(exc, KeyboardInterrupt):
@@ -110,6 +122,8 @@ class Job:
         else:
             trace = "" if isinstance(exc, SystemExit | KeyboardInterrupt) else "".join(traceback.format_exception(exc))
             self._tell(f"{self._prefix()}{self.where}: {reason}\n{trace}")
+        if self.env.world_size > 1:
+            end_processes(self.folder, only_stopped=True)  # no launcher's SIGTERM reaches them
         return code if isinstance(code, int) and code else EXIT_FAILED
 
     def _refuse(self, text: str) -> None:
@@ -151,6 +165,10 @@ class Job:
                 return
             if self._deadline is not None and time.monotonic() > self._deadline:
                 self._end(f"not done {self.grace_seconds:g} s after SIGTERM (runner.grace_seconds)", EXIT_FAILED)
+            if (seconds := self.progress.overdue) is not None and not self._failed():
+                self._stands_still(seconds)
+            if (self.folder / HANG).exists():
+                leave_stack(self.folder / f"{self.env.rank}.{STACK}")
             if any(not _same(pid, started) for pid, started in self.ancestors):
                 self._orphaned()
             if self._failed():
@@ -159,6 +177,27 @@ class Job:
                     os._exit(EXIT_FAILED)
             elif self._tell_gone():
                 os._exit(EXIT_FAILED)
+
+    def _stands_still(self, seconds: float) -> None:
+        """Nothing moves: the first rank of the node to see it tells what all of them do, and ends them."""
+        text = f"no progress for {seconds:.0f} s (runner.hang_timeout), in {self.where}"
+        if self.env.world_size == 1:
+            self._tell(f"{text}\n{main_stack()}")
+            os._exit(EXIT_FAILED)
+        try:
+            os.close(os.open(self.folder / HANG, os.O_CREAT | os.O_EXCL))
+        except OSError:
+            return  # another one tells
+        leave_stack(self.folder / f"{self.env.rank}.{STACK}")
+        ranks = sorted(int(path.stem) for path in self.folder.glob("*.pid"))
+        deadline = time.monotonic() + STACK_SECONDS
+        while time.monotonic() < deadline and not all((self.folder / f"{r}.{STACK}").exists() for r in ranks):
+            time.sleep(0.1)
+        self._tell(f"{text}:\n{describe(self.folder, ranks)}")
+        if self.several_hosts:
+            time.sleep(CAUSE_SECONDS)  # the other hosts hear of it by the first rank of this one
+        end_processes(self.folder)
+        os._exit(EXIT_FAILED)
 
     def _signalled(self, number: signal.Signals) -> None:
         """SIGUSR1 asks for a save, a first SIGTERM for a save and the end; else the end comes at once.
@@ -337,7 +376,11 @@ def _launch_processes(parent: int) -> list[tuple[int, int]]:
 
 
 def _sweep(own: Path) -> None:
-    """Remove folders of launches that are over."""
+    """Remove folders of launches that are over, and what an earlier launch by the same parent left in this one's."""
+    for path in own.iterdir():
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < psutil.Process().create_time() - 0.5:
+                path.unlink()
     for folder in own.parent.glob(f"{_PREFIX}{os.getuid()}-*-*"):
         parts = folder.name.rsplit("-", 2)
         if folder != own and parts[1].isdigit() and parts[2].isdigit() and not _same(int(parts[1]), int(parts[2])):

@@ -105,6 +105,7 @@ class RLTrainer(Trainer):
 
     def _progress(self, done: int, total: int) -> None:
         """A word every few seconds of a long phase."""
+        self.note(f"generation after RL step {self.done}")  # every response is progress
         now = time.perf_counter()
         if now - self._spoke > PROGRESS_SECONDS:
             self._spoke = now

@@ -284,8 +284,12 @@ class Trainer:
         if self.eval_loader is None:
             return None
         step = self.done
-        self.note(f"evaluation after step {step}")
-        found = evaluate(self.engine, self.eval_loader, lambda: self._agree(keep=True) >= Request.STOP)
+
+        def left() -> bool:
+            self.note(f"evaluation after step {step}")  # each batch is progress
+            return self._agree(keep=True) >= Request.STOP
+
+        found = evaluate(self.engine, self.eval_loader, left)
         if found is None:
             return None
         if self._evals is not None:
