@@ -119,8 +119,8 @@ def test_saves_that_fail_are_said_left_out_and_the_whole_one_stays(
 
 
 def test_a_save_that_fails_ends_the_run_and_the_whole_one_stays(tmp_path: Path) -> None:
-    """By default; and the last save, which nothing follows, with `continue`, too."""
-    for name, words, bad, left in (("a", (), (1,), 1), ("b", ("runner.on_save_error=continue",), (4,), 4)):
+    """By default; with `continue`, where the last step's fails and once more at the end: nothing comes after it."""
+    for name, words, bad, left in (("a", (), (1,), 1), ("b", ("runner.on_save_error=continue",), (4, 5), 4)):
         path = str(write_run(tmp_path / name))
         with pytest.raises(RankFailure, match="No space left on device"):
             run_ranks(2, _full_disk, 2, path, (*SAVE, *words), bad)
