@@ -86,9 +86,7 @@ def save_checkpoint(
             if first:
                 for name, part in parts.items():
                     folder, manifest = temporary / name, manifests[name]
-                    wait_until(lambda f=folder, m=manifest: not files.file_faults(f, m), folder, SHARED_SECONDS)
-                    faults = files.file_faults(folder, manifest)
-                    if faults:  # another node's files are not visible here
+                    if faults := _missing(folder, manifest):  # another node's files are not visible here
                         raise CheckpointError("\n".join([*faults, f"{root}: {_SHARE}"]))
                     write_sidecar(part.plan, folder / files.SIDECAR)
                     write_whole(folder / files.MANIFEST, manifest.to_json())
@@ -103,6 +101,12 @@ def save_checkpoint(
         raise
     size = sum(file.bytes for manifest in manifests.values() for file in manifest.files.values())
     return Saved(final, manifests[files.ACTOR].id, size)
+
+
+def _missing(folder: Path, manifest: Manifest) -> list[str]:
+    """Files that are not there after a while, or not whole."""
+    wait_until(lambda: not files.file_faults(folder, manifest), folder, SHARED_SECONDS)
+    return files.file_faults(folder, manifest)
 
 
 def _moments(state: TrainState) -> tuple[str, ...]:
