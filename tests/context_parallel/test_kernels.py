@@ -171,6 +171,8 @@ def test_documents_and_windows_are_one_call(window):
     there = iter([x + 1 for x in call.tensors])
     moved = call.placed(there)
     assert moved.offsets.q[0] == 1 and moved.rows == call.rows and not list(there)
+    long = SequencePlan.build(((700, 300, 5),), packed=True)
+    assert [c.row_counts for c in kernel.calls(long.steps(0, window, strips=False)[0].blocks, 1)] == [(700, 300, 5)]
     ring = SequencePlan.build(((28,) * 64,), 2, packed=True)
     for rank in range(2):
         steps = ring.steps(rank, window, strips=False)
