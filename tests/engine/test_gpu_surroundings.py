@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,9 @@ from hybrid5d.launch.env import LaunchEnv, environment
 from hybrid5d.parallel import agree
 from hybrid5d.parallel.context import Axis
 from hybrid5d.parallel.copies import to_device
+from tests.engine_kit import Layout, config_dict
 from tests.harness import run_ranks
+from tests.kit import Recipe, make_rows, step_batch
 
 
 def _objects(rank: int) -> tuple[list[Any], str, datetime.timedelta, bool]:
@@ -55,6 +58,43 @@ def test_objects_do_not_go_over_nccl() -> None:
 )  # fmt: skip
 def test_what_draws_random_numbers(module: nn.Module, draws: bool) -> None:
     assert any(_draws(m) for m in module.modules()) is draws
+
+
+class _Dropping(nn.Module):
+    """A layer that drops half of what it makes."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer, self.drop = layer, nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, batch: Any) -> Tensor:
+        return self.drop(self.layer(x, batch))
+
+
+def _with_dropout(rank: int, folder: str, recompute: dict[str, Any]) -> tuple[float, float]:
+    from hybrid5d.config.schema import RunConfig
+    from hybrid5d.engine.build import initialize
+    from hybrid5d.models.decoder import LayerDef, decoder_layers
+    from hybrid5d.plan.run import build_plan
+
+    def layers(spec: Any, ctx: Any, attention: Any) -> list[LayerDef]:
+        def dropping(d: LayerDef) -> LayerDef:
+            return replace(d, build=lambda: _Dropping(d.build())) if d.kind == "decoder" else d
+
+        return [dropping(d) for d in decoder_layers(spec, ctx, attention)]
+
+    recipe = Recipe(lr=0.1)
+    config = RunConfig.model_validate(config_dict(Layout(model=recompute), recipe, folder, 4))
+    engine = initialize(build_plan(config, 1, "translate"), layers)
+    torch.manual_seed(11)
+    result = engine.train_batch(step_batch(make_rows(4, 16, 101), 1, 0, 1))
+    return result.loss, result.grad_norm
+
+
+def test_recomputation_drops_the_same_again(folders: dict[str, Path]) -> None:
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    kept, again = (run_ranks(1, _with_dropout, str(folders["qwen3"]), model)[0] for model in ({}, full))
+    assert again == pytest.approx(kept, rel=1e-5)
 
 
 def test_memory_says_allocated_reserved_and_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
