@@ -155,13 +155,15 @@ def plain(head: Path) -> Plain:
 
 TP, PP, CP, DP = Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2), Layout(dp=2)
 BESIDE = [  # the actor's layout, the critic's
-    (Layout(), Layout()), (DP, TP), (TP, DP), (PP, Layout(tp=2)), (CP, PP), (Layout(dp=2, zero=2), CP),
-    (Layout(pp=2, dp=2), Layout(tp=4)), (PP, Layout(dp=2, zero=3)),
+    (Layout(), Layout()), (DP, TP), (TP, DP), (CP, PP), (PP, CP), (Layout(pp=2, dp=2), Layout(tp=4)),
 ]  # fmt: skip
 MANY = [
     (Layout(tp=2, pp=2, cp=2, dp=2, sp=True), Layout(tp=4, pp=2, cp=2, sp=True)),
     (Layout(tp=2, pp=4), Layout(tp=2, pp=2, cp=2, sp=True)),
-    (Layout(dp=8), Layout(tp=2, pp=2, dp=2, sp=True)),
+    (Layout(tp=2, dp=4), Layout(tp=2, pp=2, dp=2, sp=True)),
+    (PP, Layout(tp=2)),
+    (Layout(dp=2, zero=2), CP),
+    (PP, Layout(dp=2, zero=3)),
 ]
 
 

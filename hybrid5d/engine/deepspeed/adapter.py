@@ -15,7 +15,6 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import GatheredParameters
-from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from hybrid5d.engine.deepspeed.pipeline_module import HybridPipelineModule
@@ -74,7 +73,6 @@ class PipelineAdapter(PipelineEngine):
         return self._results
 
     def _start(self, batches: Sequence[LocalBatch], scales: Sequence[float]) -> None:
-        _take_turn(self)
         self.batches, self.scales = batches, scales
         self._received = self._forwarded = 0
 
@@ -212,7 +210,6 @@ class PlainAdapter(DeepSpeedEngine):
         self.optimizer.get_grad_norm_direct = count_once
 
     def train_step(self, batches: Sequence[LocalBatch], scales: Sequence[float]) -> Tensor:
-        _take_turn(self)
         self.module.train()
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         for i, (batch, scale) in enumerate(zip(batches, scales, strict=True)):
@@ -225,15 +222,9 @@ class PlainAdapter(DeepSpeedEngine):
         return total
 
     def infer(self, batches: Sequence[LocalBatch]) -> list[Any]:
-        _take_turn(self)
         self.module.eval()
         with torch.no_grad():
             return [DeepSpeedEngine.forward(self, None, batch) for batch in batches]
-
-
-def _take_turn(engine: DeepSpeedEngine) -> None:
-    """DeepSpeed asks a global for the groups of whichever engine was built last (utils/groups.py: mpu)."""
-    groups.mpu = engine.mpu
 
 
 def loss_scale(optimizer: Any) -> float:
