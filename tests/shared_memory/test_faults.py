@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 import hybrid5d.shared_memory as shm
+from hybrid5d.check import ranks
 from hybrid5d.shared_memory import join, peers, segment
 from hybrid5d.shared_memory.mailbox import READ, WRITTEN
-from tests import harness
 from tests.harness import RankFailure, run_ranks
 from tests.launch_kit import slack
 
@@ -60,7 +60,7 @@ def _waits_for(rank: int, how: str, call: str, seen: Path) -> None:
 def test_a_wait_for_a_lost_peer_ends(how: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 leaves a file where it saw what it should; rank 1 gives no result."""
     if how == "killed":
-        monkeypatch.setattr(harness, "_GRACE", 3.0)  # what a rank gets to end after another one died
+        monkeypatch.setattr(ranks, "_GRACE", 3.0)  # what a rank gets to end after another one died
     with pytest.raises(RankFailure, match="died without a message"):
         run_ranks(2, _waits_for, how, call, tmp_path / "seen", timeout=20)
     assert (tmp_path / "seen").exists()
@@ -85,7 +85,7 @@ def _killed_at(rank: int, delay: float) -> None:
 @pytest.mark.parametrize("runs", [5, pytest.param(100, marks=pytest.mark.full)])
 def test_killed_ranks_leave_nothing(runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two SIGKILLs a run. Segments have no name: nothing to remove, nothing that a second run could take."""
-    monkeypatch.setattr(harness, "_GRACE", 0.05)
+    monkeypatch.setattr(ranks, "_GRACE", 0.05)
     names, free = set(os.listdir(segment.FOLDER)), _free()
     for i in range(runs):
         with pytest.raises(RankFailure, match="died without a message"):
