@@ -111,6 +111,27 @@ def test_layouts_and_a_resume_give_the_same_run(tmp_path: Path, model: Path) -> 
         assert [x["reward"] for x in their_evals] == pytest.approx([x["reward"] for x in evals], abs=1e-6), name
 
 
+def test_ppo_from_prompts_is_the_same_in_two_layouts(tmp_path: Path, model: Path) -> None:
+    """Generation, critic and actor, each cut in its own way; the fresh head comes from the seed."""
+    found, losses = {}, {}
+    for name, world, layout, critic in (
+        ("one", 1, {}, {}),
+        ("two", 2, {"context_parallel_size": 2}, {f"tensor{M}": 2}),
+    ):
+        config = tree(tmp_path, model, **layout)
+        config["runner"]["experiment_name"] = name
+        config["algorithm"] |= {"adv_type": "gae", "group_size": 1, "gae_lambda": 0.9, "critic_warmup_steps": 1}
+        config["critic"] = {"use_critic_model": True, "model": critic, "optim": {"lr": 0.003}}
+        run_ranks(world, _run, config, world, 2)
+        found[name] = told(tmp_path / name)[0]
+        records = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        losses[name] = [x["critic_loss"] for x in records]
+    assert [x["step"] for x in found["one"]] == [1, 2, 3, 4] and losses["one"][0] > 0
+    assert losses["two"] == pytest.approx(losses["one"], rel=1e-4, abs=1e-6)
+    for a, b in zip(found["one"], found["two"], strict=True):
+        assert b.pop("rows_seen") == a.pop("rows_seen") and b == pytest.approx(a, rel=1e-4, abs=1e-4)
+
+
 def _spec(model: Path) -> Any:
     config = RunConfig.model_validate({"actor": {"model": {"model_path": str(model)}}})
     return examine(config, 1)[0].model  # type: ignore[union-attr]
