@@ -106,8 +106,8 @@ class Job:
     steps: list[list[Any]] = field(hash=False)
 
 
-def _train_rank(rank: int, layout: Layout, jobs: list[Job]) -> list[RankRun]:
-    return [_train_job(layout, job) for job in jobs]
+def _train_rank(rank: int, runs: list[tuple[Layout, Job]]) -> list[RankRun]:
+    return [_train_job(layout, job) for layout, job in runs]
 
 
 def _train_job(layout: Layout, job: Job) -> RankRun:
@@ -117,7 +117,13 @@ def _train_job(layout: Layout, job: Job) -> RankRun:
 
 def train_layout(layout: Layout, jobs: list[Job], timeout: float = 240, backend: str | None = None) -> list[Trace]:
     """Train each job on all ranks of a layout; every rank must report the same numbers and hold the same copies."""
-    ranks = run_ranks(layout.world, _train_rank, layout, jobs, timeout=timeout, backend=backend)
+    return train_runs([(layout, job) for job in jobs], timeout, backend)
+
+
+def train_runs(runs: list[tuple[Layout, Job]], timeout: float = 240, backend: str | None = None) -> list[Trace]:
+    """`train_layout` for several layouts of one world size, one after the other in the same processes."""
+    (world,) = {layout.world for layout, _ in runs}
+    ranks = run_ranks(world, _train_rank, runs, timeout=timeout, backend=backend)
     traces = [joined(per_rank) for per_rank in zip(*ranks)]
     for trace in traces:
         assert not trace.copies, f"copies differ: {trace.copies}"

@@ -34,6 +34,15 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "precision": ("fp32", "bf16"),
     "packing": ("none", "documents"),
     "recompute": tuple(RECOMPUTE),
+    "schedule": ("1f1b", "wide", "gpipe", "interleaved", "zb-h1", "zbv"),
+}
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "wide": {"pipeline_warmup": "wide"},
+    "gpipe": {"pipeline_schedule": "gpipe"},
+    "interleaved": {"pipeline_schedule": "interleaved", "virtual_pipeline_model_parallel_size": 2},
+    "zb-h1": {"pipeline_schedule": "zb-h1"},
+    "zbv": {"pipeline_schedule": "zbv"},
 }
 STEADY = {"fp32": 1.0, "bf16": 0.2}  # of the learning rate: at 0.5 SGD swings, which enlarges rounding step by step
 HEADS = 4  # of every test model, with 2 kv heads and 4 layers
@@ -58,6 +67,11 @@ def allowed(row: Row) -> bool:
         return False  # SP shares the tp group
     if row.get("zero", 1) >= 2 and pp > 1:
         return False  # ZeRO 2 and 3 reduce while backward runs
+    schedule = row.get("schedule", "1f1b")
+    if schedule not in ("1f1b", "wide") and row.get("zero", 1) >= 2:
+        return False  # they run micro-batches one by one
+    if schedule in ("interleaved", "zbv") and pp > 3:
+        return False  # 4 layers, embedding and head are 6 stages
     if "method" in row and "cp" in row and (row["method"] == "-") != (cp == 1):
         return False
     if row.get("method") == "a2a" and HEADS % (tp * cp):
@@ -81,7 +95,7 @@ class Case:
 
 def case(row: Row) -> Case:
     """The run that a row of values stands for."""
-    model = dict(RECOMPUTE[row["recompute"]])
+    model = {**RECOMPUTE[row["recompute"]], **SCHEDULES[row["schedule"]]}
     if row["cp"] > 1:
         model["cp_comm_type"] = row["method"]
     if row["method"] == "a2a+p2p":

@@ -380,6 +380,20 @@ class ModelConfig(Block):
         "SP: cut activations between TP regions along the sequence, same ranks as TP",
         to="layout.sequence_parallel",
     )
+    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zbv"] = key(
+        "1f1b", "PP: order of forward and backward passes", to="pipeline.schedule"
+    )
+    virtual_pipeline_model_parallel_size: Int | None = key(
+        None, "interleaved: runs of layers that each rank holds", "chunks", ge=1, le=MAX_RANKS, to="pipeline.chunks"
+    )
+    pipeline_warmup: Literal["plain", "wide"] = key(
+        "plain",
+        "1f1b: wide runs up to twice as many forward passes ahead, hides messages, costs their memory",
+        to="pipeline.warmup",
+    )
+    pipeline_partition: Literal["uniform", "cost"] = key(
+        "uniform", "layers per stage: equal counts, or equal work (the head weighs in)", to="pipeline.partition"
+    )
     decoder_first_pipeline_num_layers: Int | None = key(
         None, "decoder layers of the first stage", "layers", ge=0, to="layout.decoder_layers_first_stage"
     )

@@ -99,7 +99,7 @@ def initialize(
         defs = decoder_layers(spec, ctx, attention, selective_recompute=selective)
     else:
         defs = layers(spec, ctx, attention)
-    module = HybridPipelineModule(defs, ctx, plan.stages, plan.recompute)
+    module = HybridPipelineModule(defs, ctx, plan.pipeline, plan.stages, plan.recompute)
     if weights_wanted(model.load_weights, model.model_path):
         for head in (m for m in module.modules() if isinstance(m, ValueHead)):  # the folder need not hold one
             init_weights(head, plan.config.actor.seed, spec.initializer_range)

@@ -24,9 +24,9 @@ from hybrid5d.checkpoint.state import TrainState
 from hybrid5d.context_parallel import choose_kernel
 from hybrid5d.data.types import Document, MicroBatch, StepBatch
 from hybrid5d.engine.collate import SequenceOptions, local_batch
-from hybrid5d.engine.deepspeed.adapter import PipelineAdapter, PlainAdapter, build_adapter, loss_scale
+from hybrid5d.engine.deepspeed.adapter import PipelineAdapter, PlainAdapter, build_adapter
 from hybrid5d.engine.deepspeed.distributed import current_device, transport
-from hybrid5d.engine.deepspeed.optimizer_state import OptimizerState
+from hybrid5d.engine.deepspeed.optimizer_state import OptimizerState, loss_scale
 from hybrid5d.engine.deepspeed.parameters import parameter_groups
 from hybrid5d.engine.deepspeed.pipeline_module import HybridPipelineModule
 from hybrid5d.engine.logprobs import collect, deal
@@ -46,7 +46,7 @@ from hybrid5d.engine.step import (
     start_memory_peak,
     sum_over_model,
 )
-from hybrid5d.errors import DataError
+from hybrid5d.errors import ConfigError, ConfigErrors, DataError
 from hybrid5d.generation import Generated, Generator, Request, Sampling, Stage
 from hybrid5d.hf.spec import ModelSpec
 from hybrid5d.models.batch import LocalBatch
@@ -84,11 +84,8 @@ class Engine:
         windows = frozenset(spec.window(i) for i in range(spec.num_layers))
         self._options = replace(options, kernel=kernel, windows=windows)
         groups = parameter_groups(module)
-        self.ds: PipelineAdapter | PlainAdapter = build_adapter(
-            module, ctx, plan.deepspeed, groups, plan.zero_stage, self._dtype
-        )
-        # What DeepSpeed divides by: the accumulation steps of its config, and a mean over dp x cp.
-        self._divisor = self.ds.gradient_accumulation_steps() * ctx.dp_cp.size
+        self.ds: PipelineAdapter | PlainAdapter = build_adapter(module, ctx, plan, groups, self._dtype)
+        self._divisor = self.ds.divisor
         self._agreed = self._warned = False
         self._reference: Reference | None = None
         self.critic: Engine | None = None
@@ -220,10 +217,13 @@ class Engine:
 
         Raises:
             DataError: on every rank, for an empty prompt or an unknown id, and where ranks pass different prompts.
-            ConfigErrors: the model is not this package's decoder.
+            ConfigErrors: the model is not this package's decoder; ranks hold several runs of its layers.
         """
         request = Request(prompts, sampling, samples, step, decode, batch_size, progress)
         request.check(self._spec.vocab_size)
+        if self.plan.pipeline.chunks > 1:
+            kind, rule = self.plan.pipeline.kind, "generation goes through one run of layers a rank"
+            raise ConfigErrors([ConfigError("actor.model.pipeline_schedule", kind, rule, "use 1f1b, gpipe or zb-h1")])
         stage = Stage(self.module.forward_funcs, self.ds.gather)
         return Generator(stage, self.ctx, self._spec.hidden_size, self._dtype, self.device).run(request)
 

@@ -17,6 +17,7 @@ from hybrid5d.data.loader import EvalLoader
 from hybrid5d.launch.env import LaunchEnv, environment, settle_environment, threads_per_rank
 from hybrid5d.launch.watch import Job
 from hybrid5d.plan.draft import Purpose
+from hybrid5d.plan.pipeline import timeline
 from hybrid5d.plan.run import RunPlan
 from hybrid5d.train.lock import take
 from hybrid5d.train.run_folder import RunFolder
@@ -138,6 +139,16 @@ def _evaluates(plan: RunPlan) -> bool:
     return bool(not config.is_rl and config.runner.val_check_interval > 0 and config.data.val_data_paths)
 
 
+def _pipeline(plan: RunPlan) -> str:
+    """What the schedule costs, by its closed program: every pass of a stage one unit, messages free."""
+    schedule, m = plan.pipeline, plan.batch.gradient_accumulation_steps
+    t = timeline(schedule, m)
+    name = f"{schedule.kind}{', wide warm-up' if schedule.wide else ''}"
+    chunks = f" of {schedule.chunks} runs of layers a rank" if schedule.chunks > 1 else ""
+    alive = f"up to {', '.join(map(str, t.live))} micro-batches x runs alive on ranks 0 to {schedule.pp - 1}"
+    return f"pipeline {name}{chunks}, {m} micro-batches: {alive}, bubble {100 * t.bubble:.1f} % with equal stages"
+
+
 def introduction(plan: RunPlan, world_size: int, loader: Source | None, notices: Sequence[str]) -> list[str]:
     """What a run says of itself at its start."""
     from hybrid5d import __version__
@@ -156,6 +167,8 @@ def introduction(plan: RunPlan, world_size: int, loader: Source | None, notices:
     if critic := plan.critic:
         numbers = f"{critic.precision.dtype}, ZeRO {critic.zero_stage}, layers per stage {list(critic.stages)}"
         lines.append(f"critic on the same processes: {_axes(critic)}, {numbers}")
+    if plan.pipeline.stages > 1:
+        lines.append(_pipeline(plan))
     if loader is not None:
         lines.append(f"data: {loader.describe()}")
         if loader.total_steps is None:

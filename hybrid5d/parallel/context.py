@@ -68,7 +68,8 @@ class ParallelContext:
         tp: tensor parallel (and sequence parallel) axis.
         cp: context parallel axis.
         dp: data parallel axis: ranks that read different rows.
-        pp: pipeline axis: one rank per stage.
+        pp: pipeline axis: ranks that share the layers.
+        pp_back: the same ranks, for messages to lower ones: on NCCL messages of one communicator wait for each other.
         dp_cp: ranks that hold the same weight shard; gradients are reduced over it.
         pp_tp: the ranks that together hold one copy of the model; grad norms are reduced over it.
         sequence_parallel: whether the residual stream is cut over tp.
@@ -82,6 +83,7 @@ class ParallelContext:
     pp: Axis
     dp_cp: Axis
     pp_tp: Axis
+    pp_back: Axis
     sequence_parallel: bool = False
 
     @classmethod
@@ -113,10 +115,12 @@ class ParallelContext:
             if key not in built:  # cp == dp_cp at dp 1: one communicator serves both
                 built[key] = build_axis(groups, rank)
             axes[name] = built[key]
+        two = layout.pp > 1 and dist.get_backend() == "nccl"
+        axes["pp_back"] = build_axis(layout.groups("pp"), rank) if two else axes["pp"]
         return cls(layout=layout, rank=rank, sequence_parallel=sequence_parallel, **axes)
 
     @classmethod
     def single(cls) -> ParallelContext:
         """The context of one process without torch.distributed."""
         one = Axis.single()
-        return cls(ParallelLayout(), 0, one, one, one, one, one, one)
+        return cls(ParallelLayout(), 0, one, one, one, one, one, one, one)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -70,3 +72,45 @@ def exchange(
         traffic.add(kind, sum(t.numel() * t.element_size() for _, t in sends))
     works = dist.batch_isend_irecv(ops) if ops else []
     return Pending(works, lambda: None, [t for _, t in sends])
+
+
+def send(axis: Axis, peer: int, x: Tensor) -> Pending[None]:
+    """Start sending a tensor to an axis index; it is kept until the message is gone."""
+    x = x.contiguous()
+    return Pending([dist.isend(x, axis.ranks[peer], axis.group)], lambda: None, [x])
+
+
+class Inbox:
+    """Tensors that one peer sends in a known order, received into fresh memory and asked for in any order.
+
+    The receive after the next one is always posted, so that a message arrives while something is computed.
+
+    Args:
+        axis: carries messages of this direction alone; on NCCL a send would block a receive behind it.
+        coming: key and shape of each message, in the order of the peer's sends.
+    """
+
+    def __init__(
+        self, axis: Axis, peer: int, coming: Sequence[tuple[Hashable, Sequence[int]]], dtype: torch.dtype,
+        device: torch.device,
+    ):  # fmt: skip
+        self._axis, self._source, self._dtype, self._device = axis, axis.ranks[peer], dtype, device
+        self._coming = deque(coming)
+        self._posted: deque[tuple[Hashable, Tensor, Any]] = deque()
+        self._arrived: dict[Hashable, Tensor] = {}
+        self._post()
+
+    def _post(self) -> None:
+        if self._coming:
+            key, shape = self._coming.popleft()
+            x = torch.empty(tuple(shape), dtype=self._dtype, device=self._device)
+            self._posted.append((key, x, dist.irecv(x, self._source, self._axis.group)))
+
+    def take(self, key: Hashable) -> Tensor:
+        """The message of a key, once; waits for it."""
+        while key not in self._arrived:
+            got, x, work = self._posted.popleft()
+            self._post()
+            work.wait()
+            self._arrived[got] = x
+        return self._arrived.pop(key)

@@ -16,7 +16,9 @@ from hybrid5d.plan.deepspeed_config import emit_deepspeed, merge_block
 from hybrid5d.plan.emitted import Emitted
 from hybrid5d.plan.layout import ParallelLayout
 from hybrid5d.plan.model import ModelReading, read_model
-from hybrid5d.plan.stages import split_layers
+from hybrid5d.plan.pipeline import Schedule
+from hybrid5d.plan.stages import Extras, split_by_cost, split_layers
+from hybrid5d.plan.tensors import head_cost
 
 Purpose = Literal["translate", "train", "eval"]  # a run needs its model and data, an evaluation only val data
 MODEL_NUMBERS = ("num_layers", "num_attention_heads", "num_query_groups", "padded_vocab_size", "ffn_hidden_size")
@@ -100,20 +102,32 @@ class Draft:
         return None if spec is None else replace(spec, value_head=self.value_head)
 
     @cached_property
+    def pipeline(self) -> Schedule:
+        """The pipeline schedule; keys that do not fit it are taken for absent."""
+        model = self.config.actor.model
+        kind, chunks = model.pipeline_schedule, model.virtual_pipeline_model_parallel_size
+        held = {"zbv": 2, "interleaved": chunks or 2}.get(kind, 1)
+        wide = kind == "1f1b" and model.pipeline_warmup == "wide"
+        return Schedule(kind, model.pipeline_model_parallel_size, held, wide)
+
+    @cached_property
     def _stages(self) -> tuple[tuple[int, ...], list[ConfigError]]:
         model, layers = self.config.actor.model, self.reading.numbers.num_layers
         if layers is None:
             return (), []
         first, last = model.decoder_first_pipeline_num_layers, model.decoder_last_pipeline_num_layers
         try:
-            return split_layers(layers, model.pipeline_model_parallel_size, first, last), []
+            return split_layers(layers, self.pipeline.stages, first, last), []
         except ConfigErrors as exc:
             return (), list(exc.errors)
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Decoder layers per stage; () where they are not known or do not fit."""
-        return self._stages[0]
+        """Decoder layers per stage, in model order; () where they are not known or do not fit."""
+        equal, spec = self._stages[0], self.reading.spec
+        if self.config.actor.model.pipeline_partition == "uniform" or not equal or spec is None:
+            return equal
+        return split_by_cost(spec.num_layers, self.pipeline, Extras(0.0, head_cost(spec, self.config.row_length or 0)))
 
     @property
     def stage_errors(self) -> list[ConfigError]:

@@ -385,7 +385,7 @@ def rendezvous_deadlock(schedule: Schedule, micro_batches: int) -> list[str]:
     message at a time. gloo's blocking send is of this kind whatever the size. Only gpipe survives it in general, which
     is why the engine posts its sends and keeps the tensors.
     """
-    queues = [_messages(schedule, rank, micro_batches) for rank in range(schedule.pp)]
+    queues = [_messages(schedule, rank, schedule.program(rank, micro_batches)) for rank in range(schedule.pp)]
     at = [0] * schedule.pp
     moved = True
     while moved:
@@ -402,15 +402,37 @@ def rendezvous_deadlock(schedule: Schedule, micro_batches: int) -> list[str]:
     return [f"rank {r}: {q[at[r]][0]} {q[at[r]][2]}" for r, q in enumerate(queues) if at[r] < len(q)]
 
 
-def _messages(schedule: Schedule, rank: int, micro_batches: int) -> list[tuple[str, int, tuple[str, int, int]]]:
-    """(send or recv, other rank, ("F" or "B", stage that made it, micro-batch)) of a rank, in program order."""
-    queue: list[tuple[str, int, tuple[str, int, int]]] = []
-    for op in schedule.program(rank, micro_batches):
+Message = tuple[str, int, int]  # what `needs` gives: ("F" or "B", stage that made it, micro-batch)
+
+
+def sends(schedule: Schedule, rank: int, op: Instruction) -> tuple[int, Message] | None:
+    """(rank that an instruction's result goes to, the message); None where nobody needs it. May be `rank` itself."""
+    stage = schedule.stage(rank, op.chunk)
+    to = stage + 1 if op.op == "F" else stage - 1
+    if op.op == "W" or not 0 <= to < schedule.stages:
+        return None
+    return schedule.place(to)[0], (_result(op), stage, op.micro)
+
+
+def arrivals(schedule: Schedule, rank: int, programs: Sequence[Sequence[Instruction]]) -> dict[int, list[Message]]:
+    """What `rank` gets from each other rank, in the order in which they send it."""
+    found: dict[int, list[Message]] = {}
+    for source, program in enumerate(programs):
+        posts = [sends(schedule, source, op) for op in program]
+        mine = [post[1] for post in posts if post is not None and post[0] == rank != source]
+        if mine:
+            found[source] = mine
+    return found
+
+
+def _messages(schedule: Schedule, rank: int, program: Sequence[Instruction]) -> list[tuple[str, int, Message]]:
+    """(send or recv, other rank, message) of a rank, in program order."""
+    queue: list[tuple[str, int, Message]] = []
+    for op in program:
         source = needs(schedule, rank, op)
         if source is not None and schedule.place(source[1])[0] != rank:
             queue.append(("recv", schedule.place(source[1])[0], source))
-        stage = schedule.stage(rank, op.chunk)
-        to = stage + 1 if op.op == "F" else stage - 1
-        if op.op != "W" and 0 <= to < schedule.stages and schedule.place(to)[0] != rank:
-            queue.append(("send", schedule.place(to)[0], (_result(op), stage, op.micro)))
+        post = sends(schedule, rank, op)
+        if post is not None and post[0] != rank:
+            queue.append(("send", *post))
     return queue

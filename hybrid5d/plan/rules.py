@@ -16,6 +16,7 @@ from hybrid5d.plan.deepspeed_config import asked_zero_stage
 from hybrid5d.plan.draft import Draft, ranks_per_node
 from hybrid5d.plan.lr import DEFAULT_DECAY_STEPS, warmup_steps
 from hybrid5d.plan.model import ModelNumbers
+from hybrid5d.plan.pipeline_rules import pipeline, stages
 from hybrid5d.plan.placement import Placement, actor_placement, components
 from hybrid5d.plan.sequence_rules import check_heads, check_hierarchical, ulysses_degree
 from hybrid5d.plan.tensors import legal_degrees, shapes, tp_faults
@@ -217,16 +218,6 @@ def recompute_layers(draft: Draft) -> list[ConfigError]:
         rule = "recompute_granularity selective recomputes attention in every layer, so it must be null"
         return [ConfigError(key, count, rule, "set it to null")]
     return []
-
-
-@reads("model", _PP, f"{_M}decoder_first_pipeline_num_layers", f"{_M}decoder_last_pipeline_num_layers")
-def stages(draft: Draft) -> list[ConfigError]:
-    """Every stage has work."""
-    pp = draft.config.actor.model.pipeline_model_parallel_size
-    if pp > 1 and draft.reading.numbers.num_layers is None:
-        legal = f"legal from {max(pp - 2, 1)} decoder layers on (uneven too)"
-        draft.unchecked.append(f"num_layers with pipeline_model_parallel_size={pp}: {legal}")
-    return draft.stage_errors
 
 
 @reads(*(f"{_L}{n}" for n in ("lr_decay_iters", "lr_warmup_fraction", "lr_warmup_iters")))
@@ -506,7 +497,7 @@ def loaded(draft: Draft) -> list[ConfigError]:
 
 RULES: tuple[Rule[Draft], ...] = (
     world, placement, batch, rl_batch, rl_keys, model_folder, weight_files, heads, ulysses, sequence_parallel,
-    hierarchical, recompute_method, recompute_layers, stages, warmup, _below_peak("min_lr"),
+    hierarchical, recompute_method, recompute_layers, pipeline, stages, warmup, _below_peak("min_lr"),
     _below_peak("lr_warmup_init"), tail, tail_length, weight_decay, zero, token_budget, budget_holds_a_row, trackers,
     retention, deepspeed_block,
 )  # fmt: skip

@@ -17,6 +17,7 @@ from hybrid5d.plan.emitted import Emitted
 from hybrid5d.plan.layout import ParallelLayout
 from hybrid5d.plan.lr import LRSchedule, build_schedule
 from hybrid5d.plan.notices import plan_notices
+from hybrid5d.plan.pipeline import Schedule
 from hybrid5d.plan.rules import RULES, RUN_RULES
 
 
@@ -38,7 +39,8 @@ class RunPlan:
     layout: ParallelLayout
     sequence_parallel: bool
     batch: BatchPlan
-    stages: tuple[int, ...]  # decoder layers per pipeline stage; () where the model is unknown
+    pipeline: Schedule
+    stages: tuple[int, ...]  # decoder layers per pipeline stage, in model order; () where the model is unknown
     schedule: LRSchedule
     precision: PrecisionPlan
     zero_stage: int
@@ -112,6 +114,7 @@ def _plan(draft: Draft) -> RunPlan:
         layout=draft.layout,
         sequence_parallel=config.actor.model.sequence_parallel,
         batch=draft.batch,
+        pipeline=draft.pipeline,
         stages=draft.stages,
         schedule=build_schedule(config, draft.batch.global_batch_size),
         precision=plan_precision(config),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from hybrid5d.errors import ConfigError, ConfigErrors
+from hybrid5d.plan.pipeline import Schedule
 
 _LAYERS = "actor.model.pipeline_model_parallel_size"
 _FIRST = "actor.model.decoder_first_pipeline_num_layers"
@@ -31,6 +34,30 @@ def split_layers(num_layers: int, pp: int, first: int | None = None, last: int |
     order = [s for s in free if 0 < s < pp - 1] + [s for s in (0, pp - 1) if s in free]
     for place, stage in enumerate(order):
         counts[stage] = base + (1 if place < surplus else 0)
+    return tuple(counts)
+
+
+@dataclass(frozen=True)
+class Extras:
+    """Work beside the decoder layers, in decoder layers: of the embedding, and of the norm, head and loss."""
+
+    first: float
+    last: float
+
+
+def split_by_cost(num_layers: int, schedule: Schedule, extras: Extras) -> tuple[int, ...]:
+    """Decoder layers per stage, so that the busiest rank has as little work as whole layers allow.
+
+    Each layer goes to the rank with the least work so far; then each rank's layers to its chunks in the same way.
+    Stages between the ends hold at least one. `split_layers` says first whether there are enough layers.
+    """
+    last = schedule.stages - 1
+    extra = [(extras.first if s == 0 else 0.0) + (extras.last if s == last else 0.0) for s in range(schedule.stages)]
+    counts = [int(0 < s < last) for s in range(schedule.stages)]
+    chunks = [[schedule.stage(rank, chunk) for chunk in range(schedule.chunks)] for rank in range(schedule.pp)]
+    for _ in range(num_layers - sum(counts)):
+        held = min(chunks, key=lambda held: sum(counts[s] + extra[s] for s in held))
+        counts[min(held, key=lambda s: counts[s] + extra[s])] += 1
     return tuple(counts)
 
 

@@ -156,6 +156,13 @@ def layer_elements(spec: ModelSpec, tp: int) -> int:
     return sum(prod(t.local_shape(spec, tp)) for t in _decoder_layer(spec, 0))
 
 
+def head_cost(spec: ModelSpec, row_length: int) -> float:
+    """Work of the head and its loss in decoder layers: multiplications per token of a causal row of `row_length`."""
+    matrices = sum(prod(t.shape) for t in tensors(spec) if t.layer == 0 and len(t.shape) == 2)
+    attention = row_length * spec.num_attention_heads * spec.head_dim  # two products, half of each masked
+    return spec.vocab_size * spec.hidden_size / (matrices + attention)
+
+
 def tp_faults(tp: int, heads: int | None, kv_heads: int | None, inner: int | None) -> list[str]:
     """What keeps `tp` from cutting a model, one clause each; sizes that are None are not asked."""
     found = []

@@ -206,8 +206,7 @@ FOREIGN: dict[str, Foreign] = {
         "actor.model.",
     ),
     **_each(
-        "virtual_pipeline_model_parallel_size pipeline_model_parallel_split_rank mcore_customization_config* "
-        "megatron_checkpoint fp8* fp4*",
+        "pipeline_model_parallel_split_rank mcore_customization_config* megatron_checkpoint fp8* fp4*",
         "off",
         "actor.model.",
     ),
@@ -339,11 +338,6 @@ MUST_BE_OFF: dict[str, tuple[tuple[object, ...], str, str]] = {
         "set it to 1 and multiply data.rollout_batch_size",
     ),
     "reward.use_reward_model": ((None, False), "a reward model is not offered", "set it to false"),
-    "actor.model.virtual_pipeline_model_parallel_size": (
-        (None, 1),
-        "virtual (interleaved) pipeline stages are not supported, and fail in RLinf too",
-        "set it to null",
-    ),
     "actor.model.pipeline_model_parallel_split_rank": (
         (None, 0),
         "encoder-decoder pipelines are not supported",

@@ -39,6 +39,7 @@ from hybrid5d.tensor_parallel.loss import (
     linear_token_loss,
 )
 from hybrid5d.tensor_parallel.value import linear_value_loss, linear_values
+from hybrid5d.tensor_parallel.weight_gradients import Place, WeightGradients
 
 __all__ = [
     "CROSS_ENTROPY",
@@ -48,6 +49,7 @@ __all__ = [
     "Cut",
     "HeadOptions",
     "Piece",
+    "Place",
     "RowParallelLinear",
     "Shard",
     "TokenLoss",
@@ -55,6 +57,7 @@ __all__ = [
     "TokenTerms",
     "VocabParallelEmbedding",
     "VocabShard",
+    "WeightGradients",
     "annotate",
     "column_linear",
     "copy_to_tp",

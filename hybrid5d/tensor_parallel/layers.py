@@ -25,6 +25,7 @@ from hybrid5d.parallel.shard import Piece, Shard, fill_pieces, shard_of
 from hybrid5d.plan.cut import Cut
 from hybrid5d.tensor_parallel.gradients import annotate, replicated
 from hybrid5d.tensor_parallel.loss import VocabShard
+from hybrid5d.tensor_parallel.weight_gradients import gradients_of
 
 Group = Axis | dist.ProcessGroup | None
 
@@ -32,35 +33,45 @@ Group = Axis | dist.ProcessGroup | None
 class _ColumnLinear(torch.autograd.Function):
     """y_i = gather(x) W_i^T + b_i for weights that read the same x: one collective each way serves them all.
 
-    Backward starts its collectives before the weight gradients and ends them after.
+    Backward starts its collectives before the weight gradients and ends them after. Weights are kept as they are, not
+    as saved tensors: recomputation would save copies, which nothing is attached to.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, sp: bool, *params: Tensor | None) -> tuple[Tensor, ...]:
-        weights, biases = params[::2], params[1::2]
-        ctx.save_for_backward(x, *weights)
+        ctx.weights, biases = [w for w in params[::2] if w is not None], params[1::2]
+        ctx.save_for_backward(x)
         ctx.axis, ctx.sp = axis, sp
         whole = all_gather_seq(x, axis).wait() if sp else x
-        return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases) if w is not None)
+        return tuple(F.linear(whole, w, b) for w, b in zip(ctx.weights, biases))
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
         need_x, _, _, *needs = ctx.needs_input_grad
+        need_w, need_b = needs[::2], needs[1::2]
+        taken = gradients_of(ctx.weights[0])
         # SP keeps only the shard of x and gathers it again: that is the memory it saves.
-        gathered = all_gather_seq(x, ctx.axis) if ctx.sp and any(needs[::2]) else None
+        gathered = None
+        if ctx.sp and any(need_w):
+            gathered = all_gather_seq(x, ctx.axis) if taken is None else taken.gather(x, ctx.axis)
         dx = None
         if need_x:
-            partial = dys[0].matmul(weights[0])
-            for dy, w in zip(dys[1:], weights[1:]):
-                partial += dy.matmul(w)
+            partial = dys[0].matmul(ctx.weights[0])
+            for dy, w in zip(dys[1:], ctx.weights[1:]):
+                partial.view(-1, partial.shape[-1]).addmm_(dy.reshape(-1, dy.shape[-1]), w)
             dx = reduce_scatter_seq(partial, ctx.axis) if ctx.sp else all_reduce(partial, ctx.axis)
-        whole = (x if gathered is None else gathered.wait()).flatten(0, -2) if any(needs[::2]) else x
-        grads: list[Tensor | None] = []
-        for dy, need_w, need_b in zip(dys, needs[::2], needs[1::2]):
-            flat = dy.flatten(0, -2)
-            grads += [flat.t().matmul(whole) if need_w else None, flat.sum(0) if need_b else None]
-        return dx.wait() if dx is not None else None, None, None, *grads
+        dws: list[Tensor | None] = [None] * len(dys)
+        if taken is not None:
+            pairs = [(w, dy) for w, dy, need in zip(ctx.weights, dys, need_w) if need]
+            if pairs:
+                taken.products(pairs, x, ctx.axis if ctx.sp else None, gathered)
+        elif any(need_w):
+            whole = (x if gathered is None else gathered.wait()).flatten(0, -2)
+            dws = [dy.flatten(0, -2).t().matmul(whole) if need else None for dy, need in zip(dys, need_w)]
+        dbs = [dy.flatten(0, -2).sum(0) if need else None for dy, need in zip(dys, need_b)]
+        pairs_of = (g for pair in zip(dws, dbs) for g in pair)
+        return dx.wait() if dx is not None else None, None, None, *pairs_of
 
 
 class _RowLinear(torch.autograd.Function):
@@ -68,20 +79,43 @@ class _RowLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, sp: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.sp = axis, sp
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.axis, ctx.sp = weight, axis, sp
         partial = F.linear(x, weight)
         return (reduce_scatter_seq(partial, axis) if sp else all_reduce(partial, axis)).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
         dy = all_gather_seq(grads[0], ctx.axis).wait() if ctx.sp else grads[0]
-        dx = dy.matmul(weight) if ctx.needs_input_grad[0] else None
-        dw = None
-        if ctx.needs_input_grad[1]:
-            dw = dy.reshape(-1, dy.shape[-1]).t().matmul(x.reshape(-1, x.shape[-1]))
-        return dx, dw, None, None
+        dx = dy.matmul(ctx.weight) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return dx, None, None, None
+        taken = gradients_of(ctx.weight)
+        if taken is not None:
+            taken.products([(ctx.weight, dy)], x)
+            return dx, None, None, None
+        return dx, dy.reshape(-1, dy.shape[-1]).t().matmul(x.reshape(-1, x.shape[-1])), None, None
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of a weight, [...] -> [..., H]."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, padding_idx: int | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.padding_idx = weight, padding_idx
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+        (ids,) = ctx.saved_tensors
+        taken = gradients_of(ctx.weight)
+        if taken is not None:
+            taken.rows(ctx.weight, ids, grads[0], ctx.padding_idx)
+            return None, None, None
+        padding = -1 if ctx.padding_idx is None else ctx.padding_idx
+        return torch.ops.aten.embedding_dense_backward(grads[0], ids, len(ctx.weight), padding, False), None, None
 
 
 def column_linear(
@@ -92,8 +126,6 @@ def column_linear(
     x: [b, s, I] ([b, s/n, I] with SP), weights [O_i/n, I] -> [b, s, O_i/n] each. Forward all-gathers x over tp with SP;
     backward all-reduces dx over tp (reduce-scatters with SP), once for all.
     """
-    if axis.size == 1:
-        return tuple(F.linear(x, weight, bias) for weight, bias in params)
     return _ColumnLinear.apply(x, axis, sequence_parallel, *(p for pair in params for p in pair))
 
 
@@ -103,8 +135,6 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, seque
     x: [b, s, I/n], weight [O, I/n] -> [b, s, O] all-reduced over tp ([b, s/n, O] reduce-scattered with SP); the bias is
     added once, after the sum.
     """
-    if axis.size == 1:
-        return F.linear(x, weight, bias)
     y = _RowLinear.apply(x, weight, axis, sequence_parallel)
     return y if bias is None else y + bias
 
@@ -267,9 +297,9 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.axis.size == 1:
-            return F.embedding(ids, self.weight, self.padding_idx)
+            return _Rows.apply(self.weight, ids, self.padding_idx)
         local, here = self.vocab.columns(ids)
-        rows = F.embedding(local, self.weight, self.padding_idx)
+        rows = _Rows.apply(self.weight, local, self.padding_idx)
         return leave_tp(rows.masked_fill(~here.unsqueeze(-1), 0.0), self.axis, self.sequence_parallel)
 
     def extra_repr(self) -> str:

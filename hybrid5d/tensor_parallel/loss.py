@@ -21,6 +21,7 @@ from torch import Tensor
 from hybrid5d.parallel.collectives import all_reduce, all_reduce_max, enter_tp
 from hybrid5d.parallel.context import Axis
 from hybrid5d.tensor_parallel.products import wide_product
+from hybrid5d.tensor_parallel.weight_gradients import gradients_of
 
 IGNORE_INDEX = -100  # no target; the value HF and torch use
 _ROWS = 64  # rows of a chunk that are exponentiated at a time, so that no second chunk is alive
@@ -65,7 +66,8 @@ class HeadOptions:
         temperature: what the logits are divided by, in fp32.
         chunk_tokens: how many tokens' logits are alive at a time.
         upstream: what backward will be called with, where that is known: gradients are then multiplied by it before
-            they are rounded to 16 bits. A wrong one costs digits, not correctness.
+            they are rounded to 16 bits, and the weight's is added in the forward pass where something takes it
+            (`WeightGradients`), so that no copy of it waits for the backward pass.
     """
 
     sequence_parallel: bool = False
@@ -219,7 +221,8 @@ class _LinearTokenLoss(torch.autograd.Function):
         ctx.early, ctx.upstream = early, early * late
         wide, tokens = _wide(hidden), hidden.shape[0]
         grad_h = torch.empty_like(hidden) if need_h else None
-        grad_w = torch.zeros_like(weight, dtype=wide) if need_w else None
+        taken = gradients_of(weight) if need_w and options.upstream is not None else None
+        grad_w = torch.zeros_like(weight, dtype=wide) if need_w and taken is None else None
         real_w, total = weight[: shard.real], hidden.new_zeros((), dtype=wide)
         logprobs = hidden.new_empty(tokens, dtype=wide)
         entropies = hidden.new_empty(tokens if rule.entropy else 0, dtype=wide)
@@ -248,20 +251,25 @@ class _LinearTokenLoss(torch.autograd.Function):
                     torch.matmul(dlogits, real_w, out=grad_h[rows])
                 elif grad_h is not None:
                     grad_h[rows] = wide_product(dlogits, real_w).mul_(late)
-                if grad_w is not None and grad_w.dtype == dlogits.dtype:
+                if taken is not None:
+                    taken.product(weight, dlogits, h, late)
+                elif grad_w is not None and grad_w.dtype == dlogits.dtype:
                     grad_w[: shard.real].addmm_(dlogits.t(), h)
                 elif grad_w is not None:
                     grad_w[: shard.real] += wide_product(dlogits.t(), h)
                 del dlogits
             del scores  # before the next chunk's logits are made
         ctx.save_for_backward(grad_h, grad_w)
-        ctx.weight_dtype = weight.dtype
+        ctx.weight_dtype, ctx.done = weight.dtype, taken is not None
         ctx.mark_non_differentiable(logprobs, entropies)
         return total, logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_h, grad_w = ctx.saved_tensors
+        told = grads[0].new_tensor(ctx.upstream)
+        if ctx.done and not told.is_cuda and grads[0] != told:  # a GPU would have to be waited for
+            raise RuntimeError(f"backward with {float(grads[0])}, but options.upstream is {ctx.upstream}")
         # A product of a 16-bit tensor and a scalar tensor would round the scalar to 16 bits on CUDA (to inf in fp16).
         # The first quotient is 1 where backward is called with what forward was told.
         dh = None if grad_h is None else (grad_h.to(grads[0].dtype) * (grads[0] / ctx.upstream)).to(grad_h.dtype)

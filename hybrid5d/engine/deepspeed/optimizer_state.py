@@ -186,3 +186,14 @@ class OptimizerState:
         scaler = getattr(self.optimizer, "loss_scaler", None)
         for name in _SCALER if getattr(scaler, "dynamic", False) else ():
             setattr(scaler, name, numbers.get(name, getattr(scaler, name)))
+
+
+def loss_scale(optimizer: Any) -> float:
+    """fp16's factor on the loss as it is now, 1 in other precisions."""
+    scaler = getattr(optimizer, "loss_scaler", None)
+    return 1.0 if scaler is None else float(scaler.cur_scale)
+
+
+def dynamic_scale(optimizer: Any) -> bool:
+    """Whether it adapts a loss scale: fp16 without `loss_scale`."""
+    return bool(getattr(getattr(optimizer, "loss_scaler", None), "dynamic", False))

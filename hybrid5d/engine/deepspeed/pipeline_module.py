@@ -6,6 +6,7 @@ import contextlib
 import io
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from hybrid5d.engine.deepspeed.parameters import tag_for_deepspeed
 from hybrid5d.models.batch import LocalBatch
 from hybrid5d.models.decoder import LayerDef
 from hybrid5d.parallel.context import ParallelContext
+from hybrid5d.plan.pipeline import Schedule
 from hybrid5d.plan.run import RecomputePlan
 
 
@@ -86,7 +88,10 @@ def recomputed_segments(kinds: Sequence[str], plan: RecomputePlan) -> list[tuple
 
 
 class HybridPipelineModule(PipelineModule):
-    """This rank's stage. `forward(x, batch)`; the last stage returns what the head computes.
+    """This rank's layers, one run of them for each of its chunks; what the last stage's run returns is the head's.
+
+    DeepSpeed knows one run a rank: it gets the layers in the order of ranks, then chunks, so that a rank's are
+    neighbours and it still sees which rank owns which, tied ones included.
 
     cp is part of DeepSpeed's data axis (deepspeed.md: Context parallelism is data parallelism to DeepSpeed), so ZeRO
     shards and gradients reduce over dp x cp and the norm over pp x tp.
@@ -96,11 +101,16 @@ class HybridPipelineModule(PipelineModule):
         self,
         layers: Sequence[LayerDef],
         ctx: ParallelContext,
+        schedule: Schedule,
         stages: Sequence[int],
         recompute: RecomputePlan,
     ):
-        self._bounds = stage_bounds(layers, stages)
-        layout = ctx.layout
+        layout, bounds = ctx.layout, stage_bounds(layers, stages)
+        held = [schedule.stage(rank, chunk) for rank in range(schedule.pp) for chunk in range(schedule.chunks)]
+        runs = [layers[bounds[stage] : bounds[stage + 1]] for stage in held]
+        ends = list(accumulate((len(run) for run in runs), initial=0))
+        self._bounds = ends[:: schedule.chunks]
+        layers = [layer for run in runs for layer in run]
         topology = PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.dp * layout.cp)
         specs = [_TiedSpec(d) if d.tied else _Spec(d.build) for d in layers]
         # It prints its topology, and broadcasts tied weights where autograd sees it (deepspeed.md: Output).
@@ -110,8 +120,12 @@ class HybridPipelineModule(PipelineModule):
         mine = (ctx.pp.rank, ctx.dp_cp.rank, ctx.tp.rank)
         if (at.pipe, at.data, at.model) != mine:
             raise RuntimeError(f"rank {ctx.rank}: DeepSpeed places it at {at}, the layout at {mine}")
-        kinds = [layer.kind for layer in layers[self._local_start : self._local_stop]]
-        self._segments = recomputed_segments(kinds, recompute)
+        self._segments: list[list[tuple[int, int, bool]]] = []  # of each chunk, as indices of forward_funcs
+        mine_from = ctx.pp.rank * schedule.chunks
+        for run, start in zip(runs[mine_from:], ends[mine_from : mine_from + schedule.chunks]):
+            start -= self._local_start
+            segments = recomputed_segments([layer.kind for layer in run], recompute)
+            self._segments.append([(start + a, start + b, again) for a, b, again in segments])
         self._random = any(_draws(m) for m in self.modules())  # our decoder does not
         tag_for_deepspeed(self)
 
@@ -125,8 +139,9 @@ class HybridPipelineModule(PipelineModule):
             x = layer(x, batch)
         return x
 
-    def forward(self, x: Tensor | None, batch: LocalBatch) -> Any:  # type: ignore[override]
-        for start, stop, recompute in self._segments:
+    def forward(self, x: Tensor | None, batch: LocalBatch, chunk: int = 0) -> Any:  # type: ignore[override]
+        """x [b, s, H] (None on the first stage) through the layers of one of this rank's chunks."""
+        for start, stop, recompute in self._segments[chunk]:
             if recompute and torch.is_grad_enabled():  # ours, not DeepSpeed's (deepspeed.md: Recomputation)
                 x = torch.utils.checkpoint.checkpoint(
                     partial(self._run, start, stop), x, batch, use_reentrant=False, preserve_rng_state=self._random
