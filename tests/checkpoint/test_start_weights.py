@@ -33,7 +33,7 @@ ONE = Axis.single()
 def tp_context(tp: int, rank: int) -> ParallelContext:
     """A context for building layers; it cannot communicate."""
     axis = Axis(None, tp, rank, tuple(range(tp)))
-    return ParallelContext(ParallelLayout(tp=tp), rank, axis, ONE, ONE, ONE, ONE, axis)
+    return ParallelContext(ParallelLayout(tp=tp), rank, axis, ONE, ONE, ONE, ONE, axis, ONE)
 
 
 def build(spec: ModelSpec, tp: int, rank: int, keep: slice = slice(None)) -> nn.ModuleList:
