@@ -380,11 +380,14 @@ class ModelConfig(Block):
         "SP: cut activations between TP regions along the sequence, same ranks as TP",
         to="layout.sequence_parallel",
     )
-    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zbv"] = key(
-        "1f1b", "PP: order of forward and backward passes", to="pipeline.schedule"
+    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zbv"] | None = key(
+        None,
+        "PP: order of forward and backward passes; null: interleaved where a rank holds several runs of layers, else "
+        "1f1b",
+        to="pipeline.schedule",
     )
     virtual_pipeline_model_parallel_size: Int | None = key(
-        None, "interleaved: runs of layers that each rank holds", "chunks", ge=1, le=MAX_RANKS, to="pipeline.chunks"
+        None, "runs of layers that each rank holds", "chunks", ge=1, le=MAX_RANKS, to="pipeline.chunks"
     )
     pipeline_warmup: Literal["plain", "wide"] = key(
         "plain",

@@ -22,6 +22,7 @@ _BLOCK = "actor.deepspeed"
 _A, _O, _S = "actor.", "actor.optim.", "actor.lr_sched."
 _CP = "actor.model.context_parallel_size"
 _PRECISION = "actor.model.precision"
+NO_OVERLAP = "with ZeRO 0 and 1 gradients are reduced once a step, after the last backward pass"
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,11 @@ def _emit_zero(e: Emitted, config: RunConfig) -> None:
     written = trees.has(config.actor.deepspeed, f"{zero}.stage")
     e.emit(f"{zero}.stage", max(1, asked_zero_stage(config)), _BLOCK if written else switch,
            over=[switch] if written else [], why=f"{_BLOCK}.{zero}.stage wins")  # fmt: skip
-    e.emit(f"{zero}.overlap_comm", optim.overlap_grad_reduce, f"{_O}overlap_grad_reduce", free=True)
+    overlap = f"{_O}overlap_grad_reduce"
+    if asked_zero_stage(config) >= 2:
+        e.emit(f"{zero}.overlap_comm", optim.overlap_grad_reduce, overlap, free=True)
+    else:
+        e.emit(f"{zero}.overlap_comm", False, over=[overlap], why=NO_OVERLAP)
     e.emit(f"{zero}.contiguous_gradients", False, free=True)
     if optim.optimizer_cpu_offload and optim.optimizer_offload_fraction > 0:
         key, ratio = f"{_O}optimizer_offload_fraction", offload_ratio(config)

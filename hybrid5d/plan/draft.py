@@ -105,7 +105,8 @@ class Draft:
     def pipeline(self) -> Schedule:
         """The pipeline schedule; keys that do not fit it are taken for absent."""
         model = self.config.actor.model
-        kind, chunks = model.pipeline_schedule, model.virtual_pipeline_model_parallel_size
+        chunks = model.virtual_pipeline_model_parallel_size
+        kind = model.pipeline_schedule or ("interleaved" if (chunks or 1) > 1 else "1f1b")
         held = {"zbv": 2, "interleaved": chunks or 2}.get(kind, 1)
         wide = kind == "1f1b" and model.pipeline_warmup == "wide"
         return Schedule(kind, model.pipeline_model_parallel_size, held, wide)

@@ -10,7 +10,7 @@ from hybrid5d.config.tree import nearest
 TEXTS = {
     "layout": "degrees, rank order (tp fastest) and the groups of each axis; a group across nodes pays the network",
     "batch": "rows of an optimizer step, in our terms and in DeepSpeed's, whose batch is cp times ours",
-    "stages": "decoder layers and numbers of weights that one tp rank of each pipeline rank holds",
+    "stages": "decoder layers (`runs`: of each of its chunks) and weights that one tp rank of each pipeline rank holds",
     "schedule": "the step's program (plan/pipeline.py) played at unit costs F = B = W = 1",
     "schedule.live_chunks": "most chunks whose activations are alive at once, by pipeline rank",
     "schedule.idle_inside": "idle units between a rank's first and last instruction",
@@ -22,7 +22,7 @@ TEXTS = {
     "memory.per_stage.activations": "tensors that the layers keep for backward (plan/memory.py lists them), times the "
     "micro-batches in flight on that rank",
     "memory.per_stage.recompute": "what one recomputed layer (or group of layers) keeps while it runs again",
-    "memory.per_stage.logits": "the fused head: its input's gradient, its matrix's in fp32, one chunk of logits",
+    "memory.per_stage.logits": "the fused head: its input's gradient (ZeRO 2, 3: its matrix's too, in fp32), a chunk of logits",
     "memory.per_stage.buffers": "DeepSpeed's buckets from the resolved config, and the batch's own tensors",
     "memory.per_stage.peaks": "allocated at load, at optimizer creation, inside the step, in the optimizer step",
     "memory.per_stage.reserved": "estimate: allocated and `fragmentation` of the machine's file",

@@ -11,7 +11,6 @@ from hybrid5d.plan.job import Job, job_of, played
 from hybrid5d.plan.layout import AXES
 from hybrid5d.plan.memory import StageMemory, groups_of, host_at_load, stage_memory
 from hybrid5d.plan.outputs import layout_summary
-from hybrid5d.plan.pipeline import Schedule
 from hybrid5d.plan.run import RunPlan
 from hybrid5d.plan.timing import StepTime, of_measured, step_time
 from hybrid5d.plan.traffic import stage_traffic
@@ -31,10 +30,16 @@ class AxisGroups:
 
 @dataclass(frozen=True)
 class StageForecast:
-    """One pipeline stage. `parameters`: of one tp rank, vocabulary padding included; None: the model is unknown."""
+    """What one pipeline rank holds.
+
+    Attributes:
+        decoder_layers: of all its runs of layers; runs: of each of them.
+        parameters: of one tp rank, vocabulary padding included; None: the model is unknown.
+    """
 
     stage: int
     decoder_layers: int
+    runs: tuple[int, ...]
     parameters: int | None
 
 
@@ -151,10 +156,8 @@ def forecast(plan: RunPlan, gpus_per_node: int, hardware: Hardware) -> Forecast:
     groups = {axis: _groups(plan, axis, gpus_per_node) for axis in reversed(AXES)}
     job = job_of(plan, gpus_per_node)
     prices = None if job is None else price(job, hardware)
-    stages = tuple(
-        StageForecast(i, layers, None if job is None else job.elements(i)) for i, layers in enumerate(plan.stages)
-    )
-    schedule = _schedule(plan, job)
+    stages = tuple(_stage(plan, job, rank) for rank in range(plan.layout.pp)) if plan.stages else ()
+    schedule = _schedule(plan)
     warnings = _warnings(plan, groups, schedule)
     if prices is not None:
         warnings += _price_warnings(prices, hardware)
@@ -194,12 +197,18 @@ def _groups(plan: RunPlan, axis: str, gpus_per_node: int) -> AxisGroups:
     return AxisGroups(len(found[0]), len(found), across)
 
 
-def _schedule(plan: RunPlan, job: Job | None) -> ScheduleForecast:
+def _stage(plan: RunPlan, job: Job | None, rank: int) -> StageForecast:
+    runs = tuple(plan.stages[s] for s in plan.pipeline.held(rank))
+    return StageForecast(rank, sum(runs), runs, None if job is None else job.elements(rank))
+
+
+def _schedule(plan: RunPlan) -> ScheduleForecast:
     """The program that the engine runs."""
-    schedule = Schedule("1f1b", plan.layout.pp) if job is None else job.schedule
+    schedule = plan.pipeline
     times = played(schedule, plan.batch.gradient_accumulation_steps)
+    name = f"{schedule.kind}, wide warm-up" if schedule.wide else schedule.kind
     return ScheduleForecast(
-        schedule.kind, schedule.chunks, times.makespan, times.bubble, times.live, times.idle_inside
+        name, schedule.chunks, times.makespan, times.bubble, times.live, times.idle_inside
     )  # fmt: skip
 
 

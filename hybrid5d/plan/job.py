@@ -102,17 +102,13 @@ class Job:
         """Key-value heads of a tp rank."""
         return kv_cut(self.spec.num_key_value_heads, self.layout.tp).per_rank
 
-    def rank_stages(self, rank: int) -> list[int]:
-        """The stages of a pipeline rank, by chunk."""
-        return [self.schedule.stage(rank, c) for c in range(self.schedule.chunks)]
-
     def rank_layers(self, rank: int) -> int:
         """Decoder layers of a pipeline rank."""
-        return sum(self.stages[s] for s in self.rank_stages(rank))
+        return sum(self.stages[s] for s in self.schedule.held(rank))
 
     def elements(self, rank: int) -> int:
         """Numbers of weights that one tp rank of a pipeline rank holds; a tied matrix once a rank."""
-        return _elements(self.spec, self.layout.tp, self.stages, tuple(self.rank_stages(rank)))
+        return _elements(self.spec, self.layout.tp, self.stages, tuple(self.schedule.held(rank)))
 
     @property
     def times(self) -> Played:
@@ -190,7 +186,7 @@ def job_of(plan: RunPlan, gpus_per_node: int) -> Job | None:
     zero = plan.deepspeed.get("zero_optimization", {})
     node = min(gpus_per_node, ranks_per_node(config, layout.world_size))
     return Job(
-        spec=spec, layout=layout, stages=plan.stages, schedule=Schedule("1f1b", layout.pp),
+        spec=spec, layout=layout, stages=plan.stages, schedule=plan.pipeline,
         micro_batches=batch.gradient_accumulation_steps, micro_batch=rows, seq=length, sp=plan.sequence_parallel,
         precision=plan.precision.dtype, zero=plan.zero_stage, recompute=plan.recompute, cp_method=model.cp_comm_type,
         ulysses=ulysses_degree(

@@ -19,7 +19,6 @@ from hybrid5d.plan.tensors import layer_elements
 
 CHUNK_TOKENS = 1024  # tokens whose logits are alive at a time (tensor_parallel.HeadOptions)
 FP32 = 4
-NARROW = "16-bit gradients"
 
 
 @dataclass(frozen=True)
@@ -115,10 +114,10 @@ def activations(
 def of_micro_batch(job: Job, rank: int) -> Activations:
     """Activations of one micro-batch on all chunks of a pipeline rank, the residual stream at their ends included."""
     s, r = shape_of(job), job.recompute
-    found = [activations(s, job.stages[i], r.granularity, r.method, r.num_layers) for i in job.rank_stages(rank)]
+    found = [activations(s, job.stages[i], r.granularity, r.method, r.num_layers) for i in job.schedule.held(rank)]
     boundary = job.stream * job.spec.hidden_size * job.size
     kept = sum(a.kept for a in found)
-    for stage in job.rank_stages(rank):
+    for stage in job.schedule.held(rank):
         kept += boundary * ((stage > 0) + (stage < job.schedule.stages - 1))  # received input; output until it is used
         if stage == job.schedule.stages - 1:  # final norm
             kept += job.stream * (job.spec.hidden_size * job.size + FP32)
@@ -133,11 +132,12 @@ def backward_bytes(job: Job) -> int:
 def head_bytes(job: Job) -> tuple[int, int]:
     """(kept from forward to backward, alive on top of it while the loss is computed), of the last stage, a micro-batch.
 
-    The fused head keeps the gradients of its input and, in fp32, of its matrix; logits live in chunks of tokens.
+    The fused head keeps the gradient of its input and, with ZeRO 2 and 3, of its matrix in fp32: below, that one is
+    added where gradients accumulate. Logits live in chunks of tokens.
     """
     spec, n, t = job.spec, job.layout.tp, job.tokens
     columns = -(-spec.vocab_size // n)
-    kept = t * spec.hidden_size * job.size + columns * spec.hidden_size * FP32
+    kept = t * spec.hidden_size * job.size + (columns * spec.hidden_size * FP32 if job.zero >= 2 else 0)
     rows = min(CHUNK_TOKENS, t)
     logits = rows * columns * FP32
     narrow = rows * columns * job.size if job.size < FP32 else 0
@@ -232,9 +232,8 @@ class StageMemory:
 def buffers(job: Job, rank: int) -> dict[str, int]:
     """What DeepSpeed allocates beside states, from the resolved config, and the batch's own tensors."""
     p, found = job.elements(rank), {"batch": batch_bytes(job)}
-    if job.zero == 1 and job.precision == "bf16":
-        found[NARROW] = p * job.size
-        return found
+    if job.zero == 1 and job.precision in ("bf16", "fp32"):
+        return found  # gradients are reduced where they accumulate
     found["reduce bucket"] = min(job.bucket("reduce_bucket_size"), p) * FP32
     if job.zero == 3:
         spec, tp = job.spec, job.layout.tp
@@ -267,9 +266,8 @@ def stage_memory(job: Job, rank: int, hardware: Hardware) -> StageMemory:
     act, extra = round(live * micro.kept), buffers(job, rank)
     logits = heads * held + loss
     bucket = extra.get("reduce bucket", 0)
-    # The pipeline engine keeps 16-bit gradients beside the fp32 ones until the step ends.
-    resting = st.weights + st.gradients + st.master + st.moments + extra.get(NARROW, 0)
-    standing = resting + sum(extra.values()) - extra.get(NARROW, 0) - bucket
+    resting = st.weights + st.gradients + st.master + st.moments
+    standing = resting + sum(extra.values()) - bucket
     work = max(micro.working_set + (backward_bytes(job) if job.rank_layers(rank) else 0), logits)
     # gradients are reduced as activations go (ZeRO 2, 3) or after the last backward pass (ZeRO 1)
     step = standing + max(act + work, act - micro.kept + bucket if job.zero > 1 else bucket)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybrid5d.config.schema import RunConfig
-from hybrid5d.plan.deepspeed_config import asked_zero_stage, offload_ratio
+from hybrid5d.plan.deepspeed_config import NO_OVERLAP, asked_zero_stage, offload_ratio
 from hybrid5d.plan.draft import Draft
 from hybrid5d.plan.lr import DEFAULT_DECAY_STEPS, warmup_steps
 
@@ -16,6 +16,8 @@ def plan_notices(draft: Draft) -> tuple[str, ...]:
         notices.append(
             "ZeRO 0 is asked for; stage 1 runs, because DeepSpeed's norm and clipping are exact only from stage 1 on"
         )
+    if config.actor.optim.overlap_grad_reduce and asked_zero_stage(config) < 2:
+        notices.append(f"actor.optim.overlap_grad_reduce is not followed: {NO_OVERLAP}")
     notices += _schedule_notices(config)
     if config.actor.model.recompute_granularity is None and config.actor.model.recompute_method is not None:
         notices.append("recompute_method without recompute_granularity: nothing is recomputed")

@@ -135,7 +135,7 @@ def _traffic(prices: Prices) -> str:
 
 def _stages(found: Forecast) -> str:
     rows = [
-        [str(s.stage), str(s.decoder_layers), "unknown" if s.parameters is None else f"{s.parameters:,}", str(live)]
+        [str(s.stage), " + ".join(map(str, s.runs)), "unknown" if s.parameters is None else f"{s.parameters:,}", str(live)]
         for s, live in zip(found.stages, found.schedule.live_chunks)
     ]
     head = ["stage", "decoder layers", "parameters a rank", "chunks alive"]

@@ -83,6 +83,10 @@ class Schedule:
             return self.stages - 1 - rank
         return chunk * self.pp + rank
 
+    def held(self, rank: int) -> list[int]:
+        """The stages of a rank, by chunk."""
+        return [self.stage(rank, chunk) for chunk in range(self.chunks)]
+
     def place(self, stage: int) -> tuple[int, int]:
         """(rank, chunk) of a stage."""
         if self.kind == "zbv" and stage >= self.pp:

@@ -16,7 +16,7 @@ _KEYS = (f"{_M}pipeline_model_parallel_size", _SCHEDULE, _CHUNKS, f"{_M}pipeline
 def pipeline(draft: Draft) -> list[ConfigError]:
     """Keys of the pipeline against its schedule."""
     model, errors = draft.config.actor.model, []
-    kind, chunks = model.pipeline_schedule, model.virtual_pipeline_model_parallel_size
+    kind, chunks = draft.pipeline.kind, model.virtual_pipeline_model_parallel_size
     if kind == "interleaved" and chunks is None:
         rule = "pipeline_schedule interleaved needs the number of runs of layers a rank holds"
         errors.append(ConfigError(_CHUNKS, None, rule, "use 2 or more"))
@@ -33,8 +33,16 @@ def pipeline(draft: Draft) -> list[ConfigError]:
     stage = asked_zero_stage(draft.config)
     if stage >= 2 and kind != "1f1b":
         rule = f"ZeRO {stage} runs micro-batches one by one, without a pipeline"
-        errors.append(ConfigError(_SCHEDULE, kind, rule, "set it to 1f1b, or use ZeRO stage 1"))
+        errors.append(ConfigError(*asked_chunks(draft), rule, "set it to null, or use ZeRO stage 1"))
     return errors
+
+
+def asked_chunks(draft: Draft) -> tuple[str, object]:
+    """Key and value that ask for a schedule other than 1f1b."""
+    model = draft.config.actor.model
+    if model.pipeline_schedule is None:
+        return _CHUNKS, model.virtual_pipeline_model_parallel_size
+    return _SCHEDULE, model.pipeline_schedule
 
 
 @reads("model", *_KEYS)

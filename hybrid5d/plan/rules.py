@@ -16,7 +16,7 @@ from hybrid5d.plan.deepspeed_config import asked_zero_stage
 from hybrid5d.plan.draft import Draft, ranks_per_node
 from hybrid5d.plan.lr import DEFAULT_DECAY_STEPS, warmup_steps
 from hybrid5d.plan.model import ModelNumbers
-from hybrid5d.plan.pipeline_rules import pipeline, stages
+from hybrid5d.plan.pipeline_rules import asked_chunks, pipeline, stages
 from hybrid5d.plan.placement import Placement, actor_placement, components
 from hybrid5d.plan.sequence_rules import check_heads, check_hierarchical, ulysses_degree
 from hybrid5d.plan.tensors import legal_degrees, shapes, tp_faults
@@ -372,9 +372,13 @@ def data_type(draft: Draft) -> list[ConfigError]:
     return [ConfigError("data.type", kind, rule, "use chat for conversations, text for documents")]
 
 
-def _prompt_data(config: RunConfig) -> list[ConfigError]:
+def _prompt_data(draft: Draft) -> list[ConfigError]:
     """What generating and rewarding needs."""
+    config = draft.config
     errors, reward, asked = [], config.reward, config.algorithm.sampling_params.max_new_tokens
+    if draft.pipeline.chunks > 1:
+        rule = f"{config.data.type} are answered by the training engine, which generates with one run of layers a rank"
+        errors.append(ConfigError(*asked_chunks(draft), rule, "set it to null, or use data.type: rollouts"))
     if config.rollout.rollout_backend == "files":
         fix = "use hybrid5d, or data.type: rollouts"
         errors.append(
@@ -401,7 +405,7 @@ def _rl_data(draft: Draft) -> list[ConfigError]:
         return [ConfigError("runner.task_type", config.runner.task_type, "RL has no evaluation", "use sft")]
     kind = config.data.type
     if kind in PROMPTS:
-        errors += _prompt_data(config)
+        errors += _prompt_data(draft)
     elif kind != "rollouts":
         rule = "RL trains on rollouts from files, or on prompts"
         errors.append(ConfigError("data.type", kind, rule, "use prompts, or rollouts"))

@@ -1,7 +1,7 @@
 """All legal layouts of a run on N ranks that fit the machine, best first, and why the others fail or lose. Pure.
 
-Degrees, micro-batch, recomputation, sequence parallelism and ZeRO stage vary; the global batch, the model and the
-precision stay. Candidates are priced as `hybrid5d plan` prices a run; a candidate's rules are those of `examine`.
+Degrees, schedule, micro-batch, recomputation, sequence parallelism and ZeRO stage vary; the global batch, the model and
+the precision stay. Candidates are priced as `hybrid5d plan` prices a run; a candidate's rules are those of `examine`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from hybrid5d.config.schema import RunConfig
@@ -48,6 +49,10 @@ class Candidate:
             f"{_MODEL}recompute_granularity": job.recompute.granularity,
             f"{_MODEL}recompute_method": job.recompute.method,
             f"{_MODEL}recompute_num_layers": job.recompute.num_layers,
+            f"{_MODEL}pipeline_schedule": job.schedule.kind,
+            f"{_MODEL}virtual_pipeline_model_parallel_size": job.schedule.chunks if job.schedule.chunks > 1 else None,
+            f"{_MODEL}pipeline_warmup": "plain",
+            f"{_MODEL}pipeline_partition": "uniform",
             f"{_MODEL}decoder_first_pipeline_num_layers": None,
             f"{_MODEL}decoder_last_pipeline_num_layers": None,
             f"{_MODEL}hierarchical_context_parallel_sizes": None,
@@ -84,10 +89,12 @@ class Found:
 
     def text(self) -> str:
         """Plain lines."""
-        lines = [f"searched  {self.tried} layouts priced, {self.fitting} fit; schedule 1f1b"]
+        lines = [f"searched  {self.tried} layouts priced, {self.fitting} fit"]
         for i, (c, why) in enumerate(zip(self.best, self.loses), 1):
             row = c.to_dict()
             shape = " ".join(f"{k} {row[k]}" for k in ("tp", "pp", "cp", "dp", "zero", "micro_batch", "recompute"))
+            if row["pp"] > 1:
+                shape += f" {row['schedule']}" + (f" of {row['chunks']} runs" if row["chunks"] > 1 else "")
             lines.append(
                 f"  {i:<3} {c.seconds:.4g} s, {c.driver / 2**30:.1f} GiB: {shape}{' sp' if row['sp'] else ''}  {why}"
             )
@@ -125,17 +132,27 @@ def degrees(job: Job, world: int, found: Found) -> Iterator[ParallelLayout]:
                     yield ParallelLayout(pp=pp, dp=world // tp // pp // cp, cp=cp, tp=tp)
 
 
+def _pipelines(layers: int, pp: int) -> Iterator[tuple[Schedule, tuple[int, ...]]]:
+    """Schedules and layers per stage. Not gpipe nor the wide warm-up: 1f1b is priced as fast and keeps less."""
+    kinds = [Schedule("1f1b", pp)]
+    if pp > 1:
+        kinds += [Schedule("zb-h1", pp), Schedule("zbv", pp, 2), *(Schedule("interleaved", pp, v) for v in (2, 4))]
+    for schedule in kinds:
+        if schedule.stages <= max(layers, pp):
+            yield schedule, split_layers(layers, schedule.stages)
+
+
 def _variants(base: Job, layout: ParallelLayout, rows: int, found: Found) -> Iterator[Job]:
-    """Micro-batches and ZeRO stages of one layout, without recomputation and with SP wherever there is tp."""
+    """Schedules, micro-batches and ZeRO stages of one layout, without recomputation and with SP wherever there is tp."""
     per_rank, left = divmod(rows, layout.dp)
     if left or not per_rank:
         found.reasons["the global batch does not divide over dp"] += 1
         return
-    stages = split_layers(base.spec.num_layers, layout.pp)
+    pipelines = list(_pipelines(base.spec.num_layers, layout.pp))
     for micro in (m for m in (1, 2, 4, 8, 16) if per_rank % m == 0):
-        for zero in (1, 2, 3) if layout.pp == 1 else (1,):
+        for zero, (schedule, stages) in product((1, 2, 3) if layout.pp == 1 else (1,), pipelines):
             yield replace(
-                base, layout=layout, stages=stages, schedule=Schedule("1f1b", layout.pp), micro_batch=micro,
+                base, layout=layout, stages=stages, schedule=schedule, micro_batch=micro,
                 micro_batches=per_rank // micro, zero=zero, sp=layout.tp > 1, node=min(base.node, layout.world_size),
                 ulysses=default_ulysses(base.spec.num_key_value_heads, layout.tp, layout.cp, base.node)
                 if base.cp_method == "a2a+p2p"

@@ -54,9 +54,9 @@ def split_by_cost(num_layers: int, schedule: Schedule, extras: Extras) -> tuple[
     last = schedule.stages - 1
     extra = [(extras.first if s == 0 else 0.0) + (extras.last if s == last else 0.0) for s in range(schedule.stages)]
     counts = [int(0 < s < last) for s in range(schedule.stages)]
-    chunks = [[schedule.stage(rank, chunk) for chunk in range(schedule.chunks)] for rank in range(schedule.pp)]
+    ranks = [schedule.held(rank) for rank in range(schedule.pp)]
     for _ in range(num_layers - sum(counts)):
-        held = min(chunks, key=lambda held: sum(counts[s] + extra[s] for s in held))
+        held = min(ranks, key=lambda held: sum(counts[s] + extra[s] for s in held))
         counts[min(held, key=lambda s: counts[s] + extra[s])] += 1
     return tuple(counts)
 

@@ -44,9 +44,11 @@ def _layout(found: Forecast) -> Iterator[str]:
 def _stages(found: Forecast) -> Iterator[str]:
     schedule = found.schedule
     for s in found.stages:
-        live = schedule.live_chunks[s.stage] if s.stage < len(schedule.live_chunks) else 0
+        live = schedule.live_chunks[s.stage]
+        runs = f" in runs of {', '.join(map(str, s.runs))}" if len(s.runs) > 1 else ""
         count = "unknown" if s.parameters is None else f"{s.parameters:,}"
-        yield f"stage {s.stage:<3} {s.decoder_layers} decoder layers, {count} parameters a rank, {live} chunks alive"
+        layers = f"{s.decoder_layers} decoder layers{runs}"
+        yield f"stage {s.stage:<3} {layers}, {count} parameters a rank, {live} chunks alive"
     yield (
         f"schedule  {schedule.name}: {schedule.makespan_units:g} units, {schedule.chunks} chunks a rank, "
         f"bubble {schedule.bubble:.1%}"

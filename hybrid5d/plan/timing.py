@@ -113,12 +113,12 @@ def step_time(job: Job, hardware: Hardware) -> StepTime:
     pp, m = job.layout.pp, job.micro_batches
 
     def load(rank: int) -> float:
-        mine = job.rank_stages(rank)
+        mine = job.schedule.held(rank)
         return job.rank_layers(rank) * layer.total + (0 in mine) * embedding.total + (last in mine) * head.total
 
     loads = [load(r) for r in range(pp)]
     slowest = max(range(pp), key=lambda r: loads[r])
-    mine, layers = job.rank_stages(slowest), job.rank_layers(slowest)
+    mine, layers = job.schedule.held(slowest), job.rank_layers(slowest)
 
     def part(name: str) -> float:
         one = layers * getattr(layer, name)

@@ -115,7 +115,7 @@ def stage_traffic(job: Job, rank: int) -> dict[str, Volume]:
     core = 1.0 if job.recompute.granularity == "selective" else 0.0
     tp = (each.tp_forward.times(1 + again) + each.tp_backward).times(layers * m)
     cp = (each.cp_forward.times(1 + max(again, core)) + each.cp_backward).times(layers * m)
-    mine = job.rank_stages(rank)
+    mine = job.schedule.held(rank)
     if 0 in mine:
         tp += embedding_traffic(job).times(m)
     if job.schedule.stages - 1 in mine:
@@ -128,7 +128,7 @@ def stage_traffic(job: Job, rank: int) -> dict[str, Volume]:
 def _partial(job: Job, rank: int) -> int:
     """Numbers whose gradients are summed over tp once a step: weights that see a part of the tokens or heads."""
     spec, layers = job.spec, job.rank_layers(rank)
-    last = job.schedule.stages - 1 in job.rank_stages(rank)
+    last = job.schedule.stages - 1 in job.schedule.held(rank)
     norms = (2 * layers + last) * spec.hidden_size if job.sp else 0
     biases = layers * spec.hidden_size * (spec.attention_out_bias + spec.mlp_bias) if job.sp else 0
     return norms + biases + (2 * layers * spec.head_dim if spec.qk_norm else 0)
@@ -137,7 +137,7 @@ def _partial(job: Job, rank: int) -> int:
 def _pipeline(job: Job, rank: int) -> Volume:
     """Hidden states to the next stage and gradients to the one before; a tied matrix's gradient between the ends."""
     size, found = job.stream * job.spec.hidden_size * job.size, NONE
-    for stage in job.rank_stages(rank):
+    for stage in job.schedule.held(rank):
         for other in (stage - 1, stage + 1):
             if 0 <= other < job.schedule.stages and job.schedule.place(other)[0] != rank:
                 found += Volume(2, 2 * size, size).times(job.micro_batches)  # one sent, one received
@@ -148,12 +148,12 @@ def _pipeline(job: Job, rank: int) -> Volume:
 
 
 def _data(job: Job, rank: int) -> Volume:
-    """Over dp x cp. ZeRO 1: one all-reduce of fp32 gradients and one gather of weights; 2: scattered; 3: weights are
-    gathered for each forward and backward."""
+    """Over dp x cp. ZeRO 1: fp32 gradients once, in fp32 to the rank that updates with them, else all-reduced, and one
+    gather of weights; 2: scattered; 3: weights are gathered for each forward and backward."""
     d, p = job.shards, job.elements(rank)
     gradients, weights = p * FP32, p * job.size
     if job.zero == 1:
-        return all_reduce(gradients, d) + gather(weights, d)
+        return (gather if job.precision == "fp32" else all_reduce)(gradients, d) + gather(weights, d)
     if job.zero == 2:
         return all_reduce(gradients, d).times(job.micro_batches) + gather(weights, d)
     return (gather(weights, d).times(2) + gather(gradients, d)).times(job.micro_batches)

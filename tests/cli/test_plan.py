@@ -95,7 +95,7 @@ def test_batch_in_both_terms(tmp_path: Path) -> None:
 def test_without_a_model_folder(tmp_path: Path) -> None:
     run = run_yaml(tmp_path, actor__model__model_path="/nowhere", actor__model__num_layers=4)
     found = plan(run, "--world-size", 1)
-    assert found["stages"] == [{"stage": 0, "decoder_layers": 4, "parameters": None}]
+    assert found["stages"] == [{"stage": 0, "decoder_layers": 4, "runs": [4], "parameters": None}]
     assert any("sizes are not known" in w for w in found["warnings"])
     assert [found[key] for key in ("memory", "traffic", "flops", "time", "mfu")] == [None] * 5
 

@@ -267,7 +267,6 @@ def test_what_is_no_training_run_is_refused_in_one_line(tmp_path: Path, tree: di
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"actor__model__virtual_pipeline_model_parallel_size": 2}, "actor.model.virtual_pipeline_model_parallel_size"),
         ({"actor__model__expert_model_parallel_size": 2}, "actor.model.expert_model_parallel_size"),
         ({"actor__model__model_type": "qwen3_moe"}, "actor.model.expert_model_parallel_size"),
         ({"rollout__model__model_type": "deepseek_v3"}, "actor.model.expert_model_parallel_size"),

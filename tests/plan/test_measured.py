@@ -29,8 +29,13 @@ ADAMW = Recipe("adamw", lr=1e-3, weight_decay=0.1, clip=1.0)
 FULL: dict[str, Any] = {
     "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
 }  # fmt: skip
-QUICK = [Layout(precision="bf16"), Layout(tp=2, sp=True), Layout(pp=2)]
+SPLIT = [
+    Layout(pp=2, model={"pipeline_schedule": "zb-h1"}), Layout(pp=2, model={"pipeline_schedule": "zbv"}, precision="bf16"),
+    Layout(pp=2, model={"virtual_pipeline_model_parallel_size": 2}),
+]  # fmt: skip
+QUICK = [Layout(precision="bf16"), Layout(tp=2, sp=True), SPLIT[2]]
 REST = [
+    Layout(pp=2), *SPLIT[:2], Layout(pp=2, model={"pipeline_schedule": "gpipe"}),
     Layout(), Layout(dp=2, precision="bf16"), Layout(model=FULL), Layout(dp=2, zero=2), Layout(dp=2, zero=3),
     Layout(cp=2, model={"cp_comm_type": "p2p"}), Layout(cp=2, model={"cp_comm_type": "a2a"}), Layout(tp=2),
     Layout(model={"recompute_granularity": "selective"}), Layout(tp=2, pp=2, sp=True, precision="bf16"),
@@ -97,7 +102,8 @@ def _watch(counts: dict[tuple[int, ...], int]) -> None:
         real = getattr(dist, name)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            add(kwargs.get("group"), args[position] if len(args) > position else kwargs[keyword])
+            group = kwargs.get("group", args[2] if name in ("isend", "irecv") else None)
+            add(group, args[position] if len(args) > position else kwargs[keyword])
             return real(*args, **kwargs)
 
         setattr(dist, name, counted)
@@ -105,14 +111,9 @@ def _watch(counts: dict[tuple[int, ...], int]) -> None:
     wrap("all_reduce", 0, "tensor")
     wrap("all_gather_into_tensor", 0, "output_tensor")
     wrap("reduce_scatter_tensor", 1, "input")
-    batch = dist.batch_isend_irecv
-
-    def messages(ops: list[Any]) -> Any:
-        for op in ops:
-            add(op.group, op.tensor)
-        return batch(ops)
-
-    dist.batch_isend_irecv = messages
+    wrap("reduce", 0, "tensor")
+    wrap("isend", 0, "tensor")
+    wrap("irecv", 0, "tensor")
 
 
 def _send(rank: int, layout: Layout, folder: str, rows: int) -> dict[str, int]:
@@ -131,11 +132,12 @@ def _send(rank: int, layout: Layout, folder: str, rows: int) -> dict[str, int]:
 @pytest.mark.parametrize(
     "layout",
     cases(
-        [Layout(tp=2, sp=True), Layout(pp=2)],
+        [Layout(tp=2, sp=True), SPLIT[0], Layout(dp=2)],
         [
             Layout(tp=2),
             Layout(tp=2, model=FULL),
-            Layout(dp=2),
+            Layout(pp=2),
+            *SPLIT[1:],
             Layout(dp=2, precision="bf16"),
             Layout(tp=2, pp=2, sp=True),
         ],

@@ -93,16 +93,13 @@ def build_adapter(
 
     mpu = module.mpu()
     assert not hasattr(mpu, "get_sequence_parallel_world_size"), "gradients rescaled (deepspeed.md: Ulysses names)"
-    ds_config = plan.deepspeed
-    if plan.zero_stage < 2:  # its hooks would reduce with the gradients that autograd makes, which are not all
-        ds_config = ds_config | {"zero_optimization": ds_config["zero_optimization"] | {"overlap_comm": False}}
     common: dict[str, Any] = {
         "args": None,
         "model": module,
         "model_parameters": parameter_groups,
         "mpu": mpu,  # also at pp 1 (deepspeed.md: mpu at pp 1)
-        "config": ds_config,
-        "config_class": DeepSpeedConfig(ds_config, mpu),
+        "config": plan.deepspeed,
+        "config_class": DeepSpeedConfig(plan.deepspeed, mpu),
         "dont_change_device": True,
     }
     engine: PipelineAdapter | PlainAdapter

@@ -106,8 +106,7 @@ class HybridPipelineModule(PipelineModule):
         recompute: RecomputePlan,
     ):
         layout, bounds = ctx.layout, stage_bounds(layers, stages)
-        held = [schedule.stage(rank, chunk) for rank in range(schedule.pp) for chunk in range(schedule.chunks)]
-        runs = [layers[bounds[stage] : bounds[stage + 1]] for stage in held]
+        runs = [layers[bounds[s] : bounds[s + 1]] for rank in range(schedule.pp) for s in schedule.held(rank)]
         ends = list(accumulate((len(run) for run in runs), initial=0))
         self._bounds = ends[:: schedule.chunks]
         layers = [layer for run in runs for layer in run]
