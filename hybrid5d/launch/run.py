@@ -17,7 +17,7 @@ from hybrid5d.data.loader import EvalLoader
 from hybrid5d.launch.env import LaunchEnv, environment, settle_environment, threads_per_rank
 from hybrid5d.launch.watch import Job
 from hybrid5d.plan.draft import Purpose
-from hybrid5d.plan.pipeline import timeline
+from hybrid5d.plan.job import played
 from hybrid5d.plan.run import RunPlan
 from hybrid5d.train.lock import take
 from hybrid5d.train.run_folder import RunFolder
@@ -142,7 +142,7 @@ def _evaluates(plan: RunPlan) -> bool:
 def _pipeline(plan: RunPlan) -> str:
     """What the schedule costs, by its closed program: every pass of a stage one unit, messages free."""
     schedule, m = plan.pipeline, plan.batch.gradient_accumulation_steps
-    t = timeline(schedule, m)
+    t = played(schedule, m)
     name = f"{schedule.kind}{', wide warm-up' if schedule.wide else ''}"
     chunks = f" of {schedule.chunks} runs of layers a rank" if schedule.chunks > 1 else ""
     alive = f"up to {', '.join(map(str, t.live))} micro-batches x runs alive on ranks 0 to {schedule.pp - 1}"

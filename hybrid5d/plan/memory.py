@@ -141,7 +141,7 @@ def head_bytes(job: Job) -> tuple[int, int]:
     rows = min(CHUNK_TOKENS, t)
     logits = rows * columns * FP32
     narrow = rows * columns * job.size if job.size < FP32 else 0
-    matrix = columns * spec.hidden_size * (job.size if job.size < FP32 else 0)
+    matrix = columns * spec.hidden_size * (FP32 if job.size < FP32 else 0)  # a chunk's part of its gradient
     whole = t * spec.hidden_size * job.size if n > 1 else 0
     return kept, logits + narrow + matrix + whole
 

@@ -134,8 +134,9 @@ def _traffic(prices: Prices) -> str:
 
 
 def _stages(found: Forecast) -> str:
+    count = ["unknown" if s.parameters is None else f"{s.parameters:,}" for s in found.stages]
     rows = [
-        [str(s.stage), " + ".join(map(str, s.runs)), "unknown" if s.parameters is None else f"{s.parameters:,}", str(live)]
+        [str(s.stage), " + ".join(map(str, s.runs)), count[s.stage], str(live)]
         for s, live in zip(found.stages, found.schedule.live_chunks)
     ]
     head = ["stage", "decoder layers", "parameters a rank", "chunks alive"]

@@ -143,7 +143,7 @@ def _pipelines(layers: int, pp: int) -> Iterator[tuple[Schedule, tuple[int, ...]
 
 
 def _variants(base: Job, layout: ParallelLayout, rows: int, found: Found) -> Iterator[Job]:
-    """Schedules, micro-batches and ZeRO stages of one layout, without recomputation and with SP wherever there is tp."""
+    """Schedules, micro-batches and ZeRO stages of one layout, without recomputation, with SP wherever tp is."""
     per_rank, left = divmod(rows, layout.dp)
     if left or not per_rank:
         found.reasons["the global batch does not divide over dp"] += 1

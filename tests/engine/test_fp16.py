@@ -53,7 +53,7 @@ def _train(
     allow_fp16()
     engine = build_engine(layout, SGD, folder, BATCH)
     step = -1
-    first = next(p for p in engine.module.parameters() if p.requires_grad)
+    first = next(p for p in engine.module.parameters() if p.requires_grad and p.dim() == 1)  # autograd's, no product
     first.register_hook(lambda g: torch.full_like(g, torch.inf) if (step, rank) == (OVERFLOW, bad) else g)
     if load:
         engine.load_checkpoint(load)

@@ -30,7 +30,8 @@ FULL: dict[str, Any] = {
     "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
 }  # fmt: skip
 SPLIT = [
-    Layout(pp=2, model={"pipeline_schedule": "zb-h1"}), Layout(pp=2, model={"pipeline_schedule": "zbv"}, precision="bf16"),
+    Layout(pp=2, model={"pipeline_schedule": "zb-h1"}),
+    Layout(pp=2, model={"pipeline_schedule": "zbv"}, precision="bf16"),
     Layout(pp=2, model={"virtual_pipeline_model_parallel_size": 2}),
 ]  # fmt: skip
 QUICK = [Layout(precision="bf16"), Layout(tp=2, sp=True), SPLIT[2]]
