@@ -22,7 +22,7 @@ TEXTS = {
     "memory.per_stage.activations": "tensors that the layers keep for backward (plan/memory.py lists them), times the "
     "micro-batches in flight on that rank",
     "memory.per_stage.recompute": "what one recomputed layer (or group of layers) keeps while it runs again",
-    "memory.per_stage.logits": "the fused head: gradient of its input (ZeRO 2, 3: of its matrix in fp32), a chunk of logits",
+    "memory.per_stage.logits": "the fused head: gradient of its input (ZeRO 2, 3: its matrix), a chunk of logits",
     "memory.per_stage.buffers": "DeepSpeed's buckets from the resolved config, and the batch's own tensors",
     "memory.per_stage.peaks": "allocated at load, at optimizer creation, inside the step, in the optimizer step",
     "memory.per_stage.reserved": "estimate: allocated and `fragmentation` of the machine's file",

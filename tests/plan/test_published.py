@@ -50,7 +50,7 @@ def test_deepspeeds_printed_estimates() -> None:
 def test_every_16_bit_run_is_planned() -> None:
     """Runs that took place elsewhere, planned as runs of this engine, which keeps more than some of theirs.
 
-    It has 16-bit gradients beside the fp32 ones, and with ZeRO 3 builds the whole model first. So 23 of 166 and the two
+    It has fp32 gradients that ZeRO 1 does not shard, and with ZeRO 3 builds the whole model first. So 12 and the two
     Llama 405B runs (no chunks, no recomputation) do not fit; the other runs do, whatever the change.
     """
     rows = [*published.throughput(), *({**r, "id": r["name"]} for r in published.table("published.tsv"))]
@@ -60,9 +60,9 @@ def test_every_16_bit_run_is_planned() -> None:
         verdicts[row["id"]] = all(stage_memory(job, r, machine).fits for r in range(job.layout.pp))
     infeasible = sorted(name for name, fits in verdicts.items() if not fits)
     print(len(rows), "rows, infeasible:", infeasible)
-    assert len(rows) == 175 and len(infeasible) <= 25
+    assert len(rows) == 175 and len(infeasible) <= 14
     for name in infeasible:
-        assert name.startswith(("dgxc", "titan-8b", "mpt", "flagperf-a800-8b-tp1pp2", "intern-7b-tp1", "405B")), name
+        assert name.startswith(("dgxc", "titan-8b", "mpt", "405B")), name
 
 
 def test_seconds_with_one_factor_a_source() -> None:
