@@ -103,6 +103,7 @@ TARGETS = [
     Layout(tp=2, pp=2, dp=2, sp=True),
     Layout(),
     Layout(pp=4),
+    Layout(pp=2, model={"virtual_pipeline_model_parallel_size": 2}),
     Layout(tp=4),
     Layout(dp=2),
     Layout(cp=2, dp=2),
@@ -123,6 +124,8 @@ SOURCES = [
     Layout(tp=4, dp=2),
     Layout(cp=2, dp=2),
     Layout(pp=2, zero=0),
+    Layout(pp=2, model={"pipeline_schedule": "zbv"}),
+    Layout(pp=2, model={"pipeline_schedule": "gpipe"}),
     Layout(dp=4, zero=2),
     Layout(dp=2, zero=3),
 ]
