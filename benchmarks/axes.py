@@ -52,6 +52,12 @@ AXES: dict[str, dict[str, Any]] = {
     "pp2": {"pipeline_model_parallel_size": 2},
     "cp2": {"context_parallel_size": 2},
     "dp2": {},
+    "pp2-wide": {"pipeline_model_parallel_size": 2, "pipeline_warmup": "wide"},
+    "pp2-cost": {"pipeline_model_parallel_size": 2, "pipeline_partition": "cost"},
+    "pp2-gpipe": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "gpipe"},
+    "pp2-interleaved": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    "pp2-zb-h1": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"},
+    "pp2-zbv": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv", "pipeline_partition": "cost"},
     "cp2-a2a": {"context_parallel_size": 2, "cp_comm_type": "a2a"},
     "cp2-gather": {"context_parallel_size": 2, "cp_comm_type": "all_gather"},
 }
