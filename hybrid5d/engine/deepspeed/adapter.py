@@ -107,14 +107,6 @@ def build_adapter(
         engine = PlainAdapter(ctx, **common)
     else:
         engine = PipelineAdapter(ctx, dtype, plan.pipeline, **common)
-    _fuse(engine.optimizer.optimizer)
     if dynamic_scale(engine.optimizer):
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False  # with a bare Exception; the trainer says it
     return engine
-
-
-def _fuse(optimizer: torch.optim.Optimizer) -> None:
-    """One kernel instead of full-size temporaries: the same update within rounding (pytorch issue 123074)."""
-    if type(optimizer) is torch.optim.AdamW:
-        for group in optimizer.param_groups:
-            group.update(fused=True, foreach=False)
