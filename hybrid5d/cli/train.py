@@ -11,6 +11,7 @@ from hybrid5d.cli.options import Overrides, Run, refuse
 from hybrid5d.console import say
 from hybrid5d.errors import HybridError
 from hybrid5d.launch.preflight import Argv
+from hybrid5d.launch.restart import supervise
 from hybrid5d.launch.start import LAUNCHERS, dry_run, launch
 from hybrid5d.plan.draft import Purpose
 
@@ -23,11 +24,17 @@ Launcher = Annotated[
 DryRun = Annotated[bool, typer.Option("--dry-run", help="check everything, read the data, say it, start nothing")]
 
 
+Restarts = Annotated[
+    int | None, typer.Option(min=1, help="start again after a death, at most N times with no new whole checkpoint")
+]
+
+
 def train(
-    run: Run, overrides: Overrides = None, num_procs: NumProcs = None, launcher: Launcher = None, dry: DryRun = False
-) -> None:
+    run: Run, overrides: Overrides = None, num_procs: NumProcs = None, launcher: Launcher = None, dry: DryRun = False,
+    restarts: Restarts = None,
+) -> None:  # fmt: skip
     """Train. Exit 0: the run reached its end; 1: it failed; 2: refused; 3: stopped by SIGTERM, all saved."""
-    _start(Argv(run, tuple(overrides or ())), num_procs, launcher, dry, "train")
+    _start(Argv(run, tuple(overrides or ())), num_procs, launcher, dry, "train", restarts)
 
 
 def evaluate(
@@ -37,12 +44,17 @@ def evaluate(
     _start(Argv(run, tuple(overrides or ())), num_procs, launcher, dry, "eval")
 
 
-def _start(argv: Argv, num_procs: int | None, launcher: str | None, dry: bool, purpose: Purpose) -> None:
+def _start(
+    argv: Argv, num_procs: int | None, launcher: str | None, dry: bool, purpose: Purpose, restarts: int | None = None
+) -> None:
     try:
         if dry:
             say(dry_run(argv, num_procs, launcher, purpose), sys.stdout)
             return
-        code = launch(argv, num_procs, launcher, purpose)
+        if restarts is not None:
+            code = supervise(argv, num_procs, launcher, restarts)
+        else:
+            code = launch(argv, num_procs, launcher, purpose)
     except HybridError as exc:
         refuse(str(exc))
     raise typer.Exit(code)

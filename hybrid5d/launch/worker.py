@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hybrid5d.errors import ConfigError, ConfigErrors
+from hybrid5d.errors import EXIT_REFUSED, ConfigError, ConfigErrors
 from hybrid5d.launch.env import LaunchEnv, launcher_conflicts
 from hybrid5d.launch.preflight import Argv, plan_run
 from hybrid5d.launch.watch import Job
 from hybrid5d.plan.draft import Purpose
 from hybrid5d.plan.outputs import read_settings
 from hybrid5d.plan.run import RunPlan, build_plan
+from hybrid5d.train.run_folder import RunFolder
 
 
 class _Parser(argparse.ArgumentParser):
@@ -61,12 +62,13 @@ def _options(parser: argparse.ArgumentParser) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run this rank; returns its exit code (0 done, 2 refused, 1 failed)."""
-    job = Job(LaunchEnv())
+    job, run_dir = Job(LaunchEnv()), None
     try:
         job = Job(LaunchEnv.read(os.environ))  # first, so that all ranks know which of them prints a refusal
         args = parse(sys.argv[1:] if argv is None else argv)
         job = Job(LaunchEnv.read(os.environ, args.local_rank), started=args.run_dir is not None)
         plan, notices = _plan(args, job.env)
+        run_dir = args.run_dir
         job.join()
         from hybrid5d.launch.run import evaluate, train  # imports numpy, and torch in the end
 
@@ -74,7 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as exc:
         if isinstance(exc, SystemExit) and not exc.code and not job.joined:
             raise  # --help
-        _leave(job.fail(exc))
+        code = job.fail(exc)
+        if code == EXIT_REFUSED and run_dir is not None and job.env.rank == 0:
+            RunFolder(run_dir).write_refusal()
+        _leave(code)
     return code
 
 

@@ -12,6 +12,7 @@ OUTPUT_DIR/EXPERIMENT_NAME/
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid5d.checkpoint.manifest import checkpoints, resolve_resume
-from hybrid5d.errors import ConfigError, ConfigErrors
+from hybrid5d.errors import EXIT_REFUSED, ConfigError, ConfigErrors
 from hybrid5d.files import write_whole
 from hybrid5d.plan.outputs import json_text, plan_files, write_files
 from hybrid5d.plan.run import RunPlan
@@ -116,7 +117,9 @@ class RunFolder:
 
     def _forget_result(self) -> None:
         """From here on result.json means that this start reached the end; `earlier_result` still knows the old one."""
-        if (self / RESULT).exists():
+        if self.exit_code() == EXIT_REFUSED:
+            (self / RESULT).unlink()
+        elif (self / RESULT).exists():
             os.replace(self / RESULT, self / _PREVIOUS)
 
     def write_environment(self, record: Mapping[str, Any]) -> None:
@@ -146,6 +149,11 @@ class RunFolder:
         """result.json, the mark of a run that reached its end or stopped as asked (its `exit_code`)."""
         write_files(self.path, {RESULT: json_text(dict(values))})
         (self / _PREVIOUS).unlink(missing_ok=True)
+
+    def write_refusal(self) -> None:
+        """result.json of a start that ranks refused: some launchers turn their exit code into 1."""
+        with contextlib.suppress(OSError):
+            write_files(self.path, {RESULT: json_text({"exit_code": EXIT_REFUSED})})
 
     def exit_code(self) -> int | None:
         """What the run of this start says of its end, whatever its launcher returned; None: it did not come to one."""

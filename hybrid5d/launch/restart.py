@@ -1,0 +1,88 @@
+"""`hybrid5d train --restarts N`: start a run that died again, from its newest whole checkpoint, while that gets on."""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass, replace
+
+from hybrid5d.checkpoint.manifest import read_manifest, resolve_resume
+from hybrid5d.console import say
+from hybrid5d.errors import EXIT_REFUSED, EXIT_STOPPED, CheckpointError
+from hybrid5d.launch.preflight import Argv, plan_run
+from hybrid5d.launch.start import launch
+from hybrid5d.train.run_folder import CHECKPOINTS, RunFolder
+
+_LONGEST_WAIT = 60.0
+_RESUME = "runner.resume_dir=auto"
+
+
+@dataclass
+class Deaths:
+    """Ends of a run without a new whole checkpoint in between.
+
+    Attributes:
+        limit: how many are followed by another start.
+        newest: the newest whole checkpoint when the run was started last.
+    """
+
+    limit: int
+    newest: str | None
+    count: int = 0
+
+    def wait(self, code: int, newest: str | None) -> float | None:
+        """Seconds until the next start; None: no other, the run ended, was refused or stopped, or gets nowhere."""
+        if code in (0, EXIT_REFUSED, EXIT_STOPPED):
+            return None
+        self.count = self.count + 1 if newest == self.newest else 1
+        self.newest = newest
+        return None if self.count > self.limit else min(_LONGEST_WAIT, 2.0 ** (self.count - 1))
+
+
+def supervise(argv: Argv, num_procs: int | None, launcher: str | None, restarts: int) -> int:
+    """`launch`, and again after each death, at most `restarts` times in a row without a new whole checkpoint.
+
+    SIGINT, SIGTERM and refusals are not followed by another start, also while it is waited for.
+
+    Raises:
+        HybridError: what `launch` raises.
+    """
+    folder, starts = RunFolder.of(plan_run(argv, num_procs)[0]), 0
+    deaths = Deaths(restarts, newest_whole(folder))
+    while True:
+        code = launch(argv, num_procs, launcher)
+        newest = newest_whole(folder)
+        seconds = deaths.wait(code, newest)
+        if seconds is None:
+            if deaths.count > restarts:
+                why = "with no new whole checkpoint"
+                say(f"no further start: ended {deaths.count} times {why} (--restarts {restarts})")
+            return code
+        starts += 1
+        if newest is not None and _RESUME not in argv.overrides:
+            argv = replace(argv, overrides=(*argv.overrides, _RESUME))
+        where = "the newest whole checkpoint" if newest is not None else "where it began: there is no whole checkpoint"
+        say(f"restart {starts}, in {seconds:g} s, from {where}")
+        _sleep(seconds)
+
+
+def newest_whole(folder: RunFolder) -> str | None:
+    """Which checkpoint `auto` would take: its place and id; None: there is none."""
+    try:
+        source = resolve_resume("auto", folder / CHECKPOINTS).source
+        return None if source is None else f"{source}:{read_manifest(source).id}"
+    except CheckpointError:
+        return None
+
+
+def _sleep(seconds: float) -> None:
+    def stop(number: int, _: object) -> None:
+        say(f"{signal.Signals(number).name}: no further start")
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        time.sleep(seconds)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
