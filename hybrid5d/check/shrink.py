@@ -29,7 +29,7 @@ ADAM_EPS, CLIP = 1e-3, 0.4
 _SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
 _UNSHARED = (*TEXT_PARTS, "vision_config", "quantization_config", "auto_map", "dtype", "torch_dtype")
 _KEPT_SECTIONS = ("zero_optimization", "data_types", "communication_data_type")  # of actor.deepspeed
-_ONE_STAGE = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 
 
 def refusals(plan: RunPlan) -> list[ConfigError]:
@@ -108,7 +108,7 @@ def _micro_batches(plan: RunPlan, pp: int) -> int:
 def _layers(plan: RunPlan, pp: int) -> int:
     """Two a stage, one more where the run's stages are uneven; as many as the first and last stage are given."""
     model, chunks = plan.config.actor.model, max(len(plan.stages) // plan.layout.pp, 1)
-    first, last = (_end_layers(plan, name) for name in _ONE_STAGE)
+    first, last = (_end_layers(plan, name) for name in _ENDS)
     if pp == 1 or (first is None and last is None):
         return 2 * pp * chunks + (len(set(plan.stages)) > 1)
     ends = [n for n in (first, last) if n is not None]
@@ -215,8 +215,10 @@ def _actor(small: Small, actor: dict[str, Any], cut: Cut, folder: str) -> dict[s
         tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp, sequence_parallel=cut.sp,
     )  # fmt: skip
-    for name in _ONE_STAGE:
+    for name in _ENDS:
         model[name] = _end_layers(small.plan, name) if layout.pp > 1 else None
+    if layout.pp == 1:  # one stage has no schedule
+        model.update({k: v for k, v in RunConfig().to_tree()["actor"]["model"].items() if "pipeline" in k})
     hybrid = model["cp_comm_type"] == "a2a+p2p" and layout.cp > 1
     model["hierarchical_context_parallel_sizes"] = [cut.ulysses, layout.cp // cut.ulysses] if hybrid else None
     if model["recompute_num_layers"] is not None:
