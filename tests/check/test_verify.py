@@ -59,6 +59,21 @@ def test_a_planted_fault_is_named(
         assert any("every first gradient is 2 times" in line for line in guilty.faults), guilty.faults
 
 
+def test_what_a_run_chooses_is_in_both(tmp_path: Path) -> None:
+    keys = {
+        CP: 2, "actor__optim__optimizer": "sgd", "actor__optim__weight_decay": 0.1, "actor__optim__clip_grad": 0.0,
+        "actor__freeze_parameters": ["model.embed_tokens.*", "*.o_proj.weight", "nothing.*"],
+        "runner__enable_dynamic_batch_size": True, "runner__max_tokens_per_mbs": 4096,
+    }  # fmt: skip
+    verdict = found(tmp_path, 2, None, {"tie_word_embeddings": False}, **keys)
+    assert verdict.equal, verdict.trials[0].faults
+    comparison = verdict.trials[0].comparison
+    assert comparison is not None and "model.embed_tokens.weight" in comparison.weights
+    moved = {n for n in comparison.weights if not n.startswith("model.embed_tokens") and "o_proj" not in n}
+    assert set(comparison.gradients) == moved
+    assert verdict.data == "rows from a seed: the run names no data"
+
+
 def test_the_command_proves_a_run_with_its_own_data(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", use_sliding_window=True, sliding_window=64, max_window_layers=3)
     records = [{"input_ids": [(7 * i + j) % 259 for j in range(9 + i)]} for i in range(6)]
