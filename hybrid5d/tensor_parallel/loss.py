@@ -267,8 +267,8 @@ class _LinearTokenLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_h, grad_w = ctx.saved_tensors
-        told = grads[0].new_tensor(ctx.upstream)
-        if ctx.done and not told.is_cuda and grads[0] != told:  # a GPU would have to be waited for
+        # Not on a GPU, which would have to be waited for.
+        if ctx.done and not grads[0].is_cuda and grads[0] != grads[0].new_tensor(ctx.upstream):
             raise RuntimeError(f"backward with {float(grads[0])}, but options.upstream is {ctx.upstream}")
         # A product of a 16-bit tensor and a scalar tensor would round the scalar to 16 bits on CUDA (to inf in fp16).
         # The first quotient is 1 where backward is called with what forward was told.
