@@ -85,7 +85,6 @@ def _window(d: Document, longest: int, row: int) -> Document:
     start = max(0, int(targets[0]) - int(rng.integers(0, length // 2 + 1))) if targets.size else 0
     ids, labels = d.input_ids[start : start + length] % VOCABULARY, d.labels[start : start + length].copy()
     labels[labels != IGNORE_INDEX] %= VOCABULARY
-    labels[-1] = IGNORE_INDEX  # its target lies beyond the piece
     return Document(ids, labels, row)
 
 
