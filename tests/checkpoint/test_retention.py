@@ -61,8 +61,14 @@ def test_pinned_and_damaged_ones_stay_and_do_not_count(tmp_path: Path) -> None:
     newest = put(tmp_path, 8, "6")
     assert prune(newest, 3) == []  # 8, 4 and 2 are whole: three
     assert [p.name for p in prune(newest, 1)] == ["global_step_2"]
+
+
+def test_nothing_goes_while_the_newest_is_not_whole(tmp_path: Path) -> None:
+    put(tmp_path, 2, "")
+    put(tmp_path, 4, "2")
+    newest = put(tmp_path, 6, "4")
     (newest / "actor" / "a").unlink()
-    assert prune(newest, 1) == [] and steps(tmp_path) == [4, 6, 8], "the newest is not whole: nothing goes"
+    assert prune(newest, 1) == [] and steps(tmp_path) == [2, 4, 6]
 
 
 def test_keep_every_without_keep_last_is_refused(tmp_path: Path) -> None:
