@@ -56,6 +56,7 @@ def test_launches_do_not_grow_with_documents(counted: dict[str, Any]) -> None:
     assert len(packed) >= 10
     for view in packed:
         plain = re.sub(r" ?documents=\d+ ?", " ", view).strip() or "one"
-        plain = plain if plain in counted else plain.replace("rl=True", "").replace("dtype=fp16", "").strip() or "one"
-        if plain in counted:
+        for word in ("rl=True", "dtype=fp16"):
+            plain = plain if plain in counted else plain.replace(word, "").strip() or "one"
+        if plain in counted:  # else no view of one document is like it
             assert counted[view]["launches_per_layer"] <= 1.1 * counted[plain]["launches_per_layer"], view
