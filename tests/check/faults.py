@@ -10,7 +10,7 @@ import torch
 
 def partial_sums_left_out() -> None:
     """Norms under SP and copies of kv heads keep each rank's own gradient."""
-    from hybrid5d.engine.deepspeed import adapter
+    from hybrid5d.engine.deepspeed import pipeline_adapter as adapter
 
     adapter.sum_partial_gradients = lambda *_: None  # type: ignore[assignment]
 
@@ -45,7 +45,7 @@ def tied_gradient_not_summed() -> None:
 
 def first_stage_a_step_late() -> None:
     """The first of several stages uses the gradient of the step before, in the first step none."""
-    from hybrid5d.engine.deepspeed import adapter
+    from hybrid5d.engine.deepspeed import pipeline_adapter as adapter
 
     right, kept = adapter.sum_partial_gradients, dict[int, torch.Tensor]()
 
