@@ -42,7 +42,7 @@ def test_the_quickstart_is_planned_for_eight_processes(monkeypatch: pytest.Monke
 
 SMALL = [
     "runner.max_steps=1", "runner.save_interval=-1", "runner.seq_length=64", "actor.global_batch_size=2",
-    f"data.train_data_paths=[{REPO / 'hybrid5d' / 'parallel'}]",
+    f"data.train_data_paths=[{REPO}/hybrid5d/parallel/*.py]",
     f"data.val_data_paths=[{REPO / 'hybrid5d' / 'errors.py'}]",
 ]  # fmt: skip
 

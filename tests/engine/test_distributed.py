@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from hybrid5d.engine.build import initialize
+from hybrid5d.errors import ConfigErrors
 from hybrid5d.load import load_config
 from hybrid5d.plan.run import build_plan
 from tests.config_kit import native, write_model, write_yaml
 from tests.harness import run_ranks
+from tests.kit import MODELS, save_model
 
-TIMEOUT = 0.03  # minutes
+TIMEOUT = 0.05  # minutes; the ranks meet within it, too
 
 
 def _join_as_launched(rank: int, port: int, path: Path) -> list[dist.ProcessGroup]:
     """As under a launcher: no group is there, the environment says where to meet. The job's groups of two ranks."""
-    dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(port)
-    engine = initialize(build_plan(load_config(path), 2))
+    plan = build_plan(load_config(path), 2)
+    dist.barrier()
+    dist.destroy_process_group()
+    engine = initialize(plan)
     assert dist.group.WORLD is not None
-    return [dist.group.WORLD, engine.ctx.tp.group, dist.new_group([0, 1])]
+    return [dist.group.WORLD, engine.ctx.tp.group]
 
 
 def _one_waits(rank: int, port: int, path: Path, done: Path) -> list[tuple[str, float]]:
@@ -49,23 +56,52 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _run(tmp_path: Path, backend: str) -> Path:
+def _run(tmp_path: Path, backend: str, timeout: float, **model: Any) -> Path:
+    """A YAML; `model`: other keys of actor.model, else a folder is made."""
     (tmp_path / "rows.jsonl").write_text("{}\n")
     changes = {
-        "data__train_data_paths": [str(tmp_path / "rows.jsonl")],
+        "data__train_data_paths": ["rows.jsonl" if model else str(tmp_path / "rows.jsonl")],
         "runner__cpu_backend": backend,
         "actor__model__tensor_model_parallel_size": 2,
-        "actor__model__model_path": str(write_model(tmp_path / "model")),
-        "actor__megatron__distributed_timeout_minutes": TIMEOUT,
+        "actor__megatron__distributed_timeout_minutes": timeout,
+        **{f"actor__model__{k}": v for k, v in (model or {"model_path": str(write_model(tmp_path / "model"))}).items()},
     }
     return write_yaml(tmp_path / "run.yaml", native(**changes))
 
 
 @pytest.mark.parametrize("backend, made", [("gloo", "gloo"), ("shm", "shm"), ("auto", "shm_or_gloo")])
 def test_groups_have_the_backend_and_the_timeout_of_the_run(tmp_path: Path, backend: str, made: str) -> None:
-    """A rank calls a collective that the other one never does: in the default group, TP's, and one made later."""
-    path = _run(tmp_path, backend)
+    """A rank calls a collective that the other one never does: in the default group and in TP's, made later."""
+    path = _run(tmp_path, backend, TIMEOUT)
     waited = run_ranks(2, _one_waits, _free_port(), path, tmp_path / "done")[0]
-    assert [name for name, _ in waited] == [made] * 3
+    assert [name for name, _ in waited] == [made] * 2
     for _, seconds in waited:
-        assert 60 * TIMEOUT * 0.9 < seconds < 60 * TIMEOUT + 3  # the machine may be busy; the default is ten minutes
+        assert 60 * TIMEOUT * 0.9 < seconds < 60 * TIMEOUT + 5  # the machine may be busy; the default is ten minutes
+
+
+def _with_its_own_folder(rank: int, port: int, folders: list[Path]) -> list[str]:
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(port)
+    os.chdir(folders[rank])
+    plan = build_plan(load_config("run.yaml"), 2)
+    with pytest.raises(ConfigErrors) as caught:
+        initialize(plan)
+    return [str(error) for error in caught.value.errors]
+
+
+@pytest.mark.parametrize("what", ["hash of config.json", "bytes of weights"])
+def test_hosts_whose_model_folders_differ_are_refused(tmp_path: Path, what: str) -> None:
+    """One path, two file systems: each rank stands in a folder of its own."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+        save_model(MODELS["llama"], folder / "model")
+        _run(folder, "shm", 1.0, model_path="model", load_weights=True)
+    file = folders[1] / "model" / "config.json"
+    if what == "hash of config.json":
+        file.write_text(json.dumps({**json.loads(file.read_text()), "rms_norm_eps": 1e-3}))
+    else:
+        weights = next((folders[1] / "model").glob("*.safetensors"))
+        save_file(load_file(weights), weights, {"format": "pt", "note": "another download"})
+    for errors in run_ranks(2, _with_its_own_folder, _free_port(), folders):
+        assert [what in error for error in errors] == [True], errors
