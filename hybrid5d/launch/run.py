@@ -145,8 +145,9 @@ def _pipeline(plan: RunPlan) -> str:
     t = played(schedule, m)
     name = f"{schedule.kind}{', wide warm-up' if schedule.wide else ''}"
     chunks = f" of {schedule.chunks} runs of layers a rank" if schedule.chunks > 1 else ""
-    alive = f"up to {', '.join(map(str, t.live))} micro-batches x runs alive on ranks 0 to {schedule.pp - 1}"
-    return f"pipeline {name}{chunks}, {m} micro-batches: {alive}, bubble {100 * t.bubble:.1f} % with equal stages"
+    unit = "micro-batches" if schedule.chunks == 1 else "micro-batches of one run"
+    alive = f"at most {max(t.live)} {unit} alive on a rank"
+    return f"pipeline {name}{chunks}: {alive}, bubble {100 * t.bubble:.1f} % with equal stages"
 
 
 def introduction(plan: RunPlan, world_size: int, loader: Source | None, notices: Sequence[str]) -> list[str]:
