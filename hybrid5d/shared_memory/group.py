@@ -93,28 +93,28 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if self._end is not None and len(tensors) == 1 and ready(x):
             flat = x if x.dim() == 1 else x.view(-1)
             return self._run("all_reduce", tensors, self._end.channel.all_reduce(flat, kind), None, opts)
-        return self._all_reduce("all_reduce", tensors, kind, opts)
+        return self._all_reduce(tensors, kind, opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
         kind = check_reduction(dist.ReduceOp.SUM if opts is None else opts.reduceOp, tensors[0].dtype)
-        return self._all_reduce("all_reduce", tensors, kind, opts)
+        return self._all_reduce(tensors, kind, opts)
 
-    def _all_reduce(self, name: str, tensors: Sequence[Tensor], kind: Any, opts: Any) -> Work:
+    def _all_reduce(self, tensors: Sequence[Tensor], kind: Any, opts: Any) -> Work:
         staged = Staged()
         flat = [staged.write(x).view(-1) for x in tensors]
         if self._end is None:
-            return Work(None, name, tensors, 0.0)
+            return Work(None, "all_reduce", tensors, 0.0)
         channel = self._end.channel
         if (
             len(flat) > 1
             and len({x.dtype for x in flat}) == 1
             and sum(x.numel() * x.itemsize for x in flat) <= LARGE[0]
         ):
-            return self._run(name, tensors, _together(channel, flat, kind), staged, opts)
+            return self._run("all_reduce", tensors, _together(channel, flat, kind), staged, opts)
         steps = (
             _chain([channel.all_reduce(x, kind) for x in flat]) if len(flat) > 1 else channel.all_reduce(flat[0], kind)
         )
-        return self._run(name, tensors, steps, staged, opts)
+        return self._run("all_reduce", tensors, steps, staged, opts)
 
     def reduce(self, tensors: Any, opts: Any = None) -> Work:
         """Only the root's tensor changes."""

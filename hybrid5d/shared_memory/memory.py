@@ -45,7 +45,7 @@ class Staged:
     def write(self, x: Tensor, keep: bool = True) -> Tensor:
         """`keep`: what it holds now is needed too."""
         x = plain(x)
-        if x.is_contiguous() and not x.is_conj() and not x.is_neg():
+        if ready(x):
             return x
         copy = x.resolve_conj().resolve_neg().contiguous() if keep else torch.empty(x.shape, dtype=x.dtype)
         if copy.data_ptr() == x.data_ptr():
