@@ -106,16 +106,16 @@ class Comparison:
         return max(wrong, key=lambda n: wrong[n]) if wrong else None
 
 
-def compare(got: Trace, want: Trace, bounds: Bounds | str = "fp32", **changed: float) -> Comparison:
+def compare(got: Trace, want: Trace, precision: str = "fp32", **changed: float) -> Comparison:
     """Loss of each step, norm, every first gradient and every last weight.
 
     Args:
-        bounds: `Bounds`, or the precision that they belong to; `changed` replaces single ones.
+        precision: whose bounds hold; `changed` replaces single ones.
 
     Raises:
         ValueError: the runs have other steps or tensors.
     """
-    b: Bounds = replace(BOUNDS[bounds] if isinstance(bounds, str) else bounds, **changed)  # type: ignore[arg-type]
+    b: Bounds = replace(BOUNDS[precision], **changed)  # type: ignore[arg-type]
     if len(got.losses) != len(want.losses) or got.weights.keys() != want.weights.keys():
         raise ValueError("the runs have different steps or tensors")
     if missing := want.grads.keys() - got.grads.keys():

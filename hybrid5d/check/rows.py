@@ -16,7 +16,7 @@ from hybrid5d.data.build import loader_from_plan
 from hybrid5d.data.faults import Faults
 from hybrid5d.data.sources import resolve_sources
 from hybrid5d.data.types import IGNORE_INDEX, Document, shift_labels
-from hybrid5d.errors import DataError
+from hybrid5d.errors import HybridError
 from hybrid5d.files import write_whole
 from hybrid5d.plan.run import RunPlan
 
@@ -38,12 +38,12 @@ def write_rows(small: Small, folder: Path) -> str:
     return said
 
 
-def seeded(count: int, longest: int, vocabulary: int = VOCABULARY) -> list[Document]:
+def seeded(count: int, longest: int) -> list[Document]:
     """Rows of uneven length with uneven labels; every fourth has none."""
     rng, rows = np.random.default_rng(1), []
     for i in range(count):
         n = int(rng.integers(max(3, longest // 4), longest + 1))
-        ids = rng.integers(0, vocabulary, n).astype(np.int64)
+        ids = rng.integers(0, VOCABULARY, n).astype(np.int64)
         labels = np.where(rng.random(n) < (0 if i % 4 == 3 else 0.6), ids, IGNORE_INDEX)
         rows.append(Document(ids, shift_labels(labels), i))
     return rows
@@ -71,7 +71,7 @@ def _own(plan: RunPlan, folder: Path) -> tuple[Sequence[Document], str]:
     single = replace(plan, config=RunConfig.model_validate(tree), batch=replace(plan.batch, dynamic=False))
     try:
         dataset = loader_from_plan(single, 0).dataset
-    except DataError as exc:
+    except HybridError as exc:
         return [], f"the run's data cannot be used: {str(exc).splitlines()[0]}"
     documents = [d for row in range(min(len(dataset), RECORDS)) for d in dataset.documents(row)]
     return documents, f"rows of {first.path}, cut to {ROW_LENGTH} tokens, ids modulo {VOCABULARY}"

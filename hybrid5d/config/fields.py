@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from hybrid5d.config.dtypes import precision
+from hybrid5d.config.dtypes import PRECISIONS, precision
 
 
 def _no_bool(value: Any) -> Any:
@@ -52,9 +52,8 @@ _LIST = BeforeValidator(_as_list, json_schema_input_type=str | tuple[str, ...])
 Strings = Annotated[tuple[str, ...], _LIST]
 File = Annotated[str, AfterValidator(os.path.expanduser)]  # every key that names a file or folder: `~` works
 Files = Annotated[tuple[File, ...], _LIST]
-Precision = Annotated[
-    Literal["fp32", "bf16", "fp16"], BeforeValidator(_precision, json_schema_input_type=str | Literal[16, 32] | None)
-]
+_WORDS = [*PRECISIONS, *(word for d in PRECISIONS.values() for word in (d.hf, *d.aliases)), 16, 32, None]
+Precision = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_precision), WithJsonSchema({"enum": _WORDS})]
 
 
 def key(default: Any, description: str, unit: str = "", *, to: str = "", unread: str = "", only: str = "",

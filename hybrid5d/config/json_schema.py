@@ -7,16 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybrid5d.config.dtypes import PRECISIONS
 from hybrid5d.config.schema import RunConfig
 
 _REFERENCE = {"type": "string", "pattern": r"\$\{", "description": "a reference to another key, ${block.key}"}
 _LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 _OURS = ("title", "unit", "to", "unread", "only", *_LIMITS)  # of `key`, or of pydantic: nothing to an editor
-PRECISION: list[dict[str, Any]] = [
-    {"enum": [*PRECISIONS, *(word for d in PRECISIONS.values() for word in (d.hf, *d.aliases)), 16, 32, None]},
-    _REFERENCE,
-]
 
 
 def json_schema() -> dict[str, Any]:
@@ -28,20 +23,20 @@ def json_schema() -> dict[str, Any]:
 
 
 def _block(block: dict[str, Any]) -> dict[str, Any]:
-    properties = {name: _key(name, value) for name, value in block["properties"].items()}
+    properties = {name: _key(value) for name, value in block["properties"].items()}
     return {
         "type": "object", "description": block["description"], "properties": properties, "additionalProperties": False,
     }  # fmt: skip
 
 
-def _key(name: str, value: dict[str, Any]) -> dict[str, Any]:
+def _key(value: dict[str, Any]) -> dict[str, Any]:
     if "$ref" in value:
         return {"$ref": value["$ref"], "description": value["description"]}
     unit = f" ({value['unit']})" if value.get("unit") not in (None, "path", "paths") else ""
     kept = {"description": f"{value['description']}{unit}", "default": value["default"]} if "default" in value else {}
     kept.setdefault("description", f"{value['description']}{unit}")
     given = value.get("anyOf", [{k: v for k, v in value.items() if k not in kept}])
-    kinds = list(PRECISION) if name == "precision" else [_kind(k) for k in given]
+    kinds = [_kind(k) for k in given]
     if not any(isinstance(k.get("type"), list) for k in kinds):  # free text holds references anyway
         kinds = [*kinds, _REFERENCE]
     return {**kept, **(kinds[0] if len(kinds) == 1 else {"anyOf": kinds})}

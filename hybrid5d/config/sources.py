@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid5d.config import tree as trees
+from hybrid5d.config.classify import owner
 from hybrid5d.config.loaded import KeyReport
 from hybrid5d.config.schema import RunConfig, schema_keys
+from hybrid5d.errors import touches
 
 
 @dataclass(frozen=True)
@@ -24,25 +26,22 @@ def sourced(config: RunConfig, keys: KeyReport) -> Iterator[Sourced]:
     """Every key of the schema, in its order."""
     tree, defaults = config.to_tree(), RunConfig().to_tree()
     filled = {target: key for key, target in keys.aliases.items()}
+    owned = {owner(path) for path in keys.owned}
     for key in schema_keys():
         value = trees.get(tree, key)
-        yield Sourced(key, value, _source(key, value == trees.get(defaults, key), keys, filled))
+        yield Sourced(key, value, _source(key, value == trees.get(defaults, key), keys, owned, filled))
 
 
-def _source(key: str, is_default: bool, keys: KeyReport, filled: dict[str, str]) -> str:
-    if any(_inside(path, key) or _inside(key, path) for path in keys.command_line):
+def _source(key: str, is_default: bool, keys: KeyReport, owned: set[str | None], filled: dict[str, str]) -> str:
+    if touches((key,), keys.command_line):
         return "command line"
-    if any(_inside(path, key) for path in keys.owned):
+    if key in owned:
         written = trees.get(keys.raw, key)
         reference = f", written {written}" if isinstance(written, str) and "${" in written else ""
         return f"{keys.path}{_named(len(keys.files) - 1)}{reference}"
     if key in filled:
         return f"{filled[key]} in {keys.path}"
     return "default" if is_default else f"follows from other keys of {keys.path}"
-
-
-def _inside(path: str, block: str) -> bool:
-    return path == block or path.startswith(f"{block}.")
 
 
 def _named(more: int) -> str:
