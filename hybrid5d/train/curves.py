@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +12,12 @@ from typing import Any
 
 from hybrid5d.errors import HybridError
 from hybrid5d.html import document, table
-from hybrid5d.train.run_folder import EVALS, METRICS, RESULT, records
+from hybrid5d.train.run_folder import EVALS, METRICS, RunFolder, records
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 900, 260, 80, 24, 10
 POINTS = 600  # of a curve; of more steps each interval shows its lowest and its highest value
 FIRST = ("loss", "grad_norm", "lr", "tokens_per_second", "peak_memory_bytes")  # panels, in order; others follow
-_NO_CURVE = ("step", "valid_tokens", "tokens", "step_time_s", "skipped")
+_NO_CURVE = ("step", "valid_tokens", "tokens", "step_time_s")
 _DASHES = ("", "7 4", "2 3", "10 3 2 3")
 Series = list[tuple[int, float]]
 
@@ -28,8 +27,9 @@ class Run:
     """One run directory.
 
     Attributes:
-        curves: by the metric's name, (step, value); a value that is not finite is NaN.
-        evals: (step, held-out loss).
+        curves: by the metric's name, (step, value); a value that is not finite is NaN. `held_out_reward` is that of
+            eval.jsonl, by RL step.
+        evals: (step, held-out loss); NaN as above.
         exit_code: of result.json; None: the run did not come to its end.
     """
 
@@ -54,25 +54,25 @@ def read_run(folder: Path) -> Run:
         lines = records(folder / METRICS)
         evals = records(folder / EVALS) if (folder / EVALS).exists() else []
     except OSError as exc:
-        raise HybridError(f"{folder}: {METRICS} cannot be read: {exc.strerror}. Fix: name a run directory") from None
+        name = Path(str(exc.filename)).name
+        raise HybridError(f"{folder}: {name} cannot be read: {exc.strerror}. Fix: name a run directory") from None
     curves: dict[str, Series] = {}
     for record in lines:
         for name, value in record.items():
             if name not in _NO_CURVE and _is_number(value):
                 curves.setdefault(name, []).append((record["step"], math.nan if value is None else float(value)))
-    losses = [(r["step"], float(r["loss"])) for r in evals if isinstance(r.get("loss"), (int, float))]
-    return Run(str(folder), {n: s for n, s in curves.items() if _finite(s)}, losses, _exit_code(folder / RESULT))
+    curves["held_out_reward"] = _held_out(evals, "reward")
+    kept = {n: s for n, s in curves.items() if _finite(s) or n == "loss"}
+    return Run(str(folder), kept, _held_out(evals, "loss"), RunFolder(folder).exit_code())
+
+
+def _held_out(evals: Sequence[Mapping[str, Any]], name: str) -> Series:
+    found = [(r["step"], r[name]) for r in evals if name in r and _is_number(r[name])]
+    return [(step, math.nan if value is None else float(value)) for step, value in found]
 
 
 def _is_number(value: Any) -> bool:
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
-
-
-def _exit_code(path: Path) -> int | None:
-    try:
-        return int(json.loads(path.read_text(encoding="utf-8"))["exit_code"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -99,14 +99,18 @@ def _summary(runs: Sequence[Run]) -> str:
 
 
 def _row(run: Run) -> list[str]:
-    loss, speed = _finite(run.curves.get("loss", [])), _finite(run.curves.get("tokens_per_second", []))[1:]
+    loss, speed = run.curves.get("loss", []), _finite(run.curves.get("tokens_per_second", []))[1:]
     memory, held = _finite(run.curves.get("peak_memory_bytes", [])), _finite(run.evals)
     return [
-        run.name, str(run.steps), *(f"{loss[i][1]:.4f}" if loss else "-" for i in (0, -1)),
+        run.name, str(run.steps), *(_value(loss[i][1]) if loss else "-" for i in (0, -1)),
         f"{min(v for _, v in held):.4f}" if held else "-", f"{median(v for _, v in speed):,.0f}" if speed else "-",
         f"{max(v for _, v in memory) / 2**30:.2f} GiB" if memory else "-",
         {None: "no result", 0: "reached", 3: "stopped as asked"}.get(run.exit_code, f"exit code {run.exit_code}"),
     ]  # fmt: skip
+
+
+def _value(value: float) -> str:
+    return f"{value:.4f}" if math.isfinite(value) else "not finite"
 
 
 def _legend(runs: Sequence[Run]) -> str:
@@ -124,7 +128,7 @@ def _stroke(i: int) -> str:
 
 
 def _panel(name: str, runs: Sequence[Run]) -> str:
-    """A curve a run; circles are held-out losses; triangles at the top edge are values that are not finite."""
+    """A curve a run; circles are held-out values."""
     drawn = [(i, run, run.curves.get(name, [])) for i, run in enumerate(runs)]
     dots = {i: _finite(run.evals) for i, run, _ in drawn} if name == "loss" else {}
     finite = [p for _, _, s in drawn for p in _finite(s)] + [p for d in dots.values() for p in d]
@@ -150,6 +154,8 @@ def _panel(name: str, runs: Sequence[Run]) -> str:
             said.append(f"{run.name}: {_short(values[0][1])} to {_short(values[-1][1])}")
         if bad := [x for x, y in series if not math.isfinite(y)]:
             said.append(f"{run.name}: not finite in {len(bad)} steps, the first {bad[0]}")
+        if name == "loss" and (bad := [x for x, y in run.evals if not math.isfinite(y)]):
+            said.append(f"{run.name}: held-out loss is no number after step {', '.join(map(str, bad))}")
     words = name.replace("_", " ")
     label = escape(f"{words} by step. {'; '.join(said)}")
     held = " Circles: held-out loss." if any(dots.values()) else ""

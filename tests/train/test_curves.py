@@ -64,6 +64,24 @@ def test_the_page_shows_the_runs(tmp_path: Path) -> None:
     assert html.count("held-out loss 2.5000 after step 3") == 2
 
 
+def test_what_is_no_number_is_said_and_rewards_are_shown(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", [3.0, None])
+    evals = ({"step": 0, "loss": 6.0}, {"step": 2, "loss": None}, {"step": 1, "reward": 0.25})
+    (run / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in evals))
+    lost = write_run(tmp_path / "b", [None, None])
+    assert hybrid5d("report", run, lost, "--out", tmp_path / "x.html").returncode == 0
+    html = (tmp_path / "x.html").read_text()
+    cells = re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", html)
+    assert cells[cells.index(str(run)) :][2:5] == ["3.0000", "not finite", "6.0000"]
+    assert f"{run}: held-out loss is no number after step 2" in html
+    assert f"{lost}: not finite in 2 steps, the first 1" in html
+    assert f"{run}: 0.25 to 0.25" in html.split("<h2>held out reward</h2>")[1]
+    (run / "eval.jsonl").unlink()
+    (run / "eval.jsonl").mkdir()
+    done = hybrid5d("report", run)
+    assert done.returncode == 2 and "eval.jsonl cannot be read" in done.stderr
+
+
 def test_thinning_keeps_spikes_and_gaps() -> None:
     series = [(i, math.sin(i)) for i in range(50_000)]
     series[777], series[31_000], series[40_001] = (777, 99.0), (31_000, -99.0), (40_001, math.nan)
