@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from hybrid5d.config.schema import RunConfig
 from hybrid5d.errors import ConfigError
+from hybrid5d.plan.draft import MODEL_NUMBERS
 
-_SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
-          "padded_vocab_size")  # fmt: skip
+_LENGTHS = ("seq_length", "encoder_seq_length")
 _NAMES = ("model.", "optim.", "lr_sched.", "deepspeed")  # of the actor's block, which the critic's has too
 
 
@@ -18,12 +18,11 @@ def critic_config(config: RunConfig) -> RunConfig:
     Its model is the actor's where it names none; rows and their lengths are the actor's.
     """
     actor, critic = config.actor, config.critic
-    lengths = {name: getattr(actor.model, name) for name in ("seq_length", "encoder_seq_length")}
-    if critic.model.model_path is None:
-        lengths |= {"model_path": actor.model.model_path, "load_weights": actor.model.load_weights}
-        lengths |= {name: getattr(actor.model, name) for name in _SIZES}
+    given = {name: getattr(actor.model, name) for name in _of_the_actor(config)}
+    if critic.model.load_weights is None and critic.model.model_path is None:
+        given["load_weights"] = actor.model.load_weights
     own = {
-        "model": critic.model.model_copy(update=lengths), "optim": critic.optim, "lr_sched": critic.lr_sched,
+        "model": critic.model.model_copy(update=given), "optim": critic.optim, "lr_sched": critic.lr_sched,
         "deepspeed": critic.deepspeed, "seed": actor.seed if critic.seed is None else critic.seed,
         "freeze_parameters": (),
     }  # fmt: skip
@@ -35,6 +34,21 @@ def critic_config(config: RunConfig) -> RunConfig:
             "critic": critic.model_copy(update={"use_critic_model": False}),
         }
     )
+
+
+def _of_the_actor(config: RunConfig) -> tuple[str, ...]:
+    """Keys of the critic's model that the actor's values stand for."""
+    return _LENGTHS if config.critic.model.model_path else (*_LENGTHS, "model_path", "hidden_size", *MODEL_NUMBERS)
+
+
+def critic_notices(config: RunConfig) -> list[str]:
+    """The critic's keys that are written and not read, as the actor's value is taken."""
+    own, actor = config.critic.model, config.actor.model
+    return [
+        f"critic.model.{name}={getattr(own, name)} is not read: the critic has the actor's, {getattr(actor, name)}"
+        for name in _of_the_actor(config)
+        if getattr(own, name) not in (None, getattr(actor, name))
+    ]
 
 
 def critic_errors(errors: list[ConfigError], known: list[ConfigError]) -> list[ConfigError]:

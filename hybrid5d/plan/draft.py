@@ -17,7 +17,7 @@ from hybrid5d.plan.emitted import Emitted
 from hybrid5d.plan.layout import ParallelLayout
 from hybrid5d.plan.model import ModelReading, read_model
 from hybrid5d.plan.pipeline import Schedule
-from hybrid5d.plan.stages import Extras, split_by_cost, split_layers
+from hybrid5d.plan.stages import split_by_cost, split_layers
 from hybrid5d.plan.tensors import head_cost
 
 Purpose = Literal["translate", "train", "eval"]  # a run needs its model and data, an evaluation only val data
@@ -117,18 +117,21 @@ class Draft:
         if layers is None:
             return (), []
         first, last = model.decoder_first_pipeline_num_layers, model.decoder_last_pipeline_num_layers
+        runs = self.pipeline.chunks
+        if runs > 1:
+            first = last = None  # refused beside several runs (pipeline_rules.pipeline)
         try:
-            return split_layers(layers, self.pipeline.stages, first, last), []
+            return split_layers(layers, self.pipeline.stages, first, last, runs), []
         except ConfigErrors as exc:
             return (), list(exc.errors)
 
     @property
     def stages(self) -> tuple[int, ...]:
         """Decoder layers per stage, in model order; () where they are not known or do not fit."""
-        equal, spec = self._stages[0], self.reading.spec
+        equal, spec = self._stages[0], self.spec
         if self.config.actor.model.pipeline_partition == "uniform" or not equal or spec is None:
             return equal
-        return split_by_cost(spec.num_layers, self.pipeline, Extras(0.0, head_cost(spec, self.config.row_length or 0)))
+        return split_by_cost(spec.num_layers, self.pipeline, head_cost(spec, self.config.row_length or 0))
 
     @property
     def stage_errors(self) -> list[ConfigError]:

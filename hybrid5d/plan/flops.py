@@ -11,15 +11,10 @@ from dataclasses import dataclass
 
 from hybrid5d.hf.spec import ModelSpec
 from hybrid5d.plan.job import Job
+from hybrid5d.plan.tensors import layer_matmul
 
 CONVENTIONS = ("causal", "full", "counter")
 ATTENTION = {"causal": 6.0, "full": 12.0, "counter": 14.0}  # times S x (heads x head size), a token and layer
-
-
-def layer_matmul(spec: ModelSpec) -> int:
-    """Multiply-adds of a decoder layer's projections, a token."""
-    q, kv = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
-    return spec.hidden_size * (2 * q + 2 * kv + 3 * spec.intermediate_size)
 
 
 def attention_keys(spec: ModelSpec, layer: int, seq: int, convention: str) -> float:

@@ -15,7 +15,7 @@ FILE = Path(__file__).with_name("hardware.yaml")
 _SEE = f"see {FILE}"
 _NAMES = ", ".join(PRECISIONS)
 _AT_LEAST_0 = (
-    "link_latency", "network_latency", "overlap_dp", "context_bytes", "communicator_bytes", "fragmentation", "headroom"
+    "link_latency", "network_latency", "context_bytes", "communicator_bytes", "fragmentation",
 )  # fmt: skip
 
 
@@ -129,6 +129,10 @@ def _fault(key: str, value: Any) -> str | None:
             if steps == sorted(steps, reverse=True) and steps[-1] == 0:
                 return None
         return "must be pairs [from so many FLOP on, efficiency above 0], falling, the last from 0"
+    if key == "overlap_dp":
+        return None if _number(value) and value <= 1 else "must be a part from 0 to 1"
+    if key == "headroom":
+        return None if _number(value) and value < 1 else "must be a part from 0 to below 1"
     if key in _AT_LEAST_0:
         return None if _number(value) else "must be a number of 0 or more"
     return None if _positive(value) else "must be a number above 0"

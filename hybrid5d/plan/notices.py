@@ -18,7 +18,7 @@ def plan_notices(draft: Draft) -> tuple[str, ...]:
         )
     if config.actor.optim.overlap_grad_reduce and asked_zero_stage(config) < 2:
         notices.append(f"actor.optim.overlap_grad_reduce is not followed: {NO_OVERLAP}")
-    notices += _schedule_notices(config)
+    notices += [*_schedule_notices(config), *_pipeline_notices(config)]
     if config.actor.model.recompute_granularity is None and config.actor.model.recompute_method is not None:
         notices.append("recompute_method without recompute_granularity: nothing is recomputed")
     if spec is not None and (config.row_length or 0) > spec.max_position_embeddings:
@@ -62,6 +62,18 @@ def _schedule_notices(config: RunConfig) -> list[str]:
             f"{length}; write lr_decay_iters to end with the run"
         )
     return notices
+
+
+def _pipeline_notices(config: RunConfig) -> list[str]:
+    """Keys of the pipeline where nothing of theirs runs."""
+    model, stage = config.actor.model, asked_zero_stage(config)
+    pp = model.pipeline_model_parallel_size
+    if pp > 1 and stage < 2:
+        return []
+    why = f"ZeRO {stage} runs micro-batches one by one" if stage >= 2 else f"there is one stage ({pp} pipeline rank)"
+    plain = {"pipeline_schedule": (None, "1f1b"), "pipeline_warmup": ("plain",), "pipeline_partition": ("uniform",)}
+    given = [f"{name}={getattr(model, name)}" for name, usual in plain.items() if getattr(model, name) not in usual]
+    return [f"actor.model.{word} has no effect: {why}" for word in given]
 
 
 def _length_notices(config: RunConfig) -> list[str]:

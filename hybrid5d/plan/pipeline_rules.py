@@ -45,11 +45,13 @@ def asked_chunks(draft: Draft) -> tuple[str, object]:
     return _SCHEDULE, model.pipeline_schedule
 
 
-@reads("model", *_KEYS)
+@reads("model", *_KEYS, f"{_M}pipeline_partition")
 def stages(draft: Draft) -> list[ConfigError]:
     """Every stage has work."""
     pp = draft.pipeline.stages
     if pp > 1 and draft.reading.numbers.num_layers is None:
         legal = f"legal from {max(pp - 2, 1)} decoder layers on (uneven too)"
         draft.unchecked.append(f"num_layers with pipeline_model_parallel_size={pp}: {legal}")
+    if pp > 1 and draft.config.actor.model.pipeline_partition == "cost" and draft.spec is None:
+        draft.unchecked.append("pipeline_partition=cost without config.json: layers are counted as in uniform")
     return draft.stage_errors

@@ -376,7 +376,7 @@ def _prompt_data(draft: Draft) -> list[ConfigError]:
     """What generating and rewarding needs."""
     config = draft.config
     errors, reward, asked = [], config.reward, config.algorithm.sampling_params.max_new_tokens
-    if draft.pipeline.chunks > 1:
+    if draft.pipeline.chunks > 1 and not draft.value_head:  # a critic generates nothing
         rule = f"{config.data.type} are answered by the training engine, which generates with one run of layers a rank"
         errors.append(ConfigError(*asked_chunks(draft), rule, "set it to null, or use data.type: rollouts"))
     if config.rollout.rollout_backend == "files":

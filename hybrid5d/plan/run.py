@@ -10,7 +10,7 @@ from hybrid5d.config.schema import RunConfig
 from hybrid5d.errors import ConfigError, ConfigErrors, run_rules
 from hybrid5d.hf.spec import ModelSpec
 from hybrid5d.plan.batch import BatchPlan
-from hybrid5d.plan.critic import critic_config, critic_errors
+from hybrid5d.plan.critic import critic_config, critic_errors, critic_notices
 from hybrid5d.plan.deepspeed_config import PrecisionPlan, asked_zero_stage, plan_precision
 from hybrid5d.plan.draft import Draft, Purpose
 from hybrid5d.plan.emitted import Emitted
@@ -85,15 +85,14 @@ def examine(
         gpus_per_node: where it is known.
     """
     draft = Draft(config, world_size, purpose, gpus_per_node, invalid)
-    rules = RULES if draft.translation else (*RULES, *RUN_RULES)
-    errors = run_rules(rules, draft, draft.unknown)
-    plan = None if draft.unknown else _plan(draft)
+    plan, errors = _examined(draft)
     if not config.has_critic:
         return plan, errors
     critic, more = _critic(config, draft, errors)
     if plan is not None and critic is not None:
         new = (n.replace("actor.", "critic.") for n in critic.notices if n not in plan.notices)
-        plan = replace(plan, critic=critic, notices=(*plan.notices, *(f"critic: {n}" for n in new)))
+        notices = (*plan.notices, *critic_notices(config), *(f"critic: {n}" for n in new))
+        plan = replace(plan, critic=critic, notices=notices)
     return plan, [*errors, *more]
 
 
@@ -102,8 +101,14 @@ def _critic(config: RunConfig, draft: Draft, known: list[ConfigError]) -> tuple[
     invalid = {key for key in draft.invalid if not key.startswith("actor.")}
     invalid |= {key.replace("critic.", "actor.", 1) for key in draft.invalid if key.startswith("critic.")}
     own = replace(draft, config=critic_config(config), invalid=invalid, unchecked=[], value_head=True)
-    errors = run_rules(RULES if own.translation else (*RULES, *RUN_RULES), own, own.unknown)
-    return None if own.unknown else _plan(own), critic_errors(errors, known)
+    plan, errors = _examined(own)
+    return plan, critic_errors(errors, known)
+
+
+def _examined(draft: Draft) -> tuple[RunPlan | None, list[ConfigError]]:
+    """The plan of one model, and its faults."""
+    errors = run_rules(RULES if draft.translation else (*RULES, *RUN_RULES), draft, draft.unknown)
+    return None if draft.unknown else _plan(draft), errors
 
 
 def _plan(draft: Draft) -> RunPlan:

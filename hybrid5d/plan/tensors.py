@@ -156,11 +156,16 @@ def layer_elements(spec: ModelSpec, tp: int) -> int:
     return sum(prod(t.local_shape(spec, tp)) for t in _decoder_layer(spec, 0))
 
 
+def layer_matmul(spec: ModelSpec) -> int:
+    """Multiply-adds of a decoder layer's projections, a token."""
+    return sum(prod(t.shape) for t in _decoder_layer(spec, 0) if len(t.shape) == 2)
+
+
 def head_cost(spec: ModelSpec, row_length: int) -> float:
     """Work of the head and its loss in decoder layers: multiplications per token of a causal row of `row_length`."""
-    matrices = sum(prod(t.shape) for t in tensors(spec) if t.layer == 0 and len(t.shape) == 2)
     attention = row_length * spec.num_attention_heads * spec.head_dim  # two products, half of each masked
-    return spec.vocab_size * spec.hidden_size / (matrices + attention)
+    columns = 1 if spec.value_head else spec.vocab_size
+    return columns * spec.hidden_size / (layer_matmul(spec) + attention)
 
 
 def tp_faults(tp: int, heads: int | None, kv_heads: int | None, inner: int | None) -> list[str]:

@@ -45,6 +45,8 @@ def test_what_a_file_leaves_out_is_the_default(tmp_path: Path) -> None:
         ("software", "0"),
         ("link_latency", "-1"),
         ("headroom", "true"),
+        ("headroom", "1"),
+        ("overlap_dp", "1.01"),
     ],
 )
 def test_values_that_no_time_can_be_computed_with(tmp_path: Path, key: str, value: str) -> None:

@@ -86,5 +86,9 @@ def test_the_run_that_is_searched_need_not_be_one_of_the_layouts(tmp_path: Path)
     done = hybrid5d("plan", run, "--world-size", 128, "--search", "--format", "json")
     assert done.returncode == 0, done.stderr
     assert all(64 % (r["dp"] * r["micro_batch"]) == 0 for r in json.loads(done.stdout)["best"])
+    for word in ("pipeline_schedule=interleaved", "pipeline_warmup=wide", "pipeline_schedule=zb-h1"):  # it varies them
+        zero = "+actor.deepspeed.zero_optimization={stage: 2}"
+        done = hybrid5d("plan", run, f"actor.model.{word}", zero, "--world-size", 128, "--search", "--format", "json")
+        assert done.returncode == 0, done.stderr
     wrong = hybrid5d("plan", run, "actor.optim.lr=-1", "--world-size", 128, "--search")
     assert wrong.returncode == 2 and "actor.optim.lr" in wrong.stderr
