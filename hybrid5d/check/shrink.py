@@ -13,6 +13,7 @@ from hybrid5d.config.schema import RL_TASKS, RunConfig
 from hybrid5d.errors import ConfigError
 from hybrid5d.hf.families import FAMILIES, TEXT_PARTS, text_part
 from hybrid5d.hf.spec import ModelSpec, parse_hf_config
+from hybrid5d.plan.draft import MODEL_NUMBERS, ranks_per_node
 from hybrid5d.plan.layout import ParallelLayout
 from hybrid5d.plan.run import RunPlan
 from hybrid5d.plan.sequence_rules import ulysses_degree
@@ -26,7 +27,6 @@ WINDOW = 7
 # it blows rounding up to a whole step wherever a gradient is nearly nothing.
 LEARNING_RATE = {"sgd": {"fp32": 0.5, "bf16": 0.1}, "adam": {"fp32": 1e-2, "bf16": 2e-3}}
 ADAM_EPS, CLIP = 1e-3, 0.4
-_SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
 _UNSHARED = (*TEXT_PARTS, "vision_config", "quantization_config", "auto_map", "dtype", "torch_dtype")
 _KEPT_SECTIONS = ("zero_optimization", "data_types", "communication_data_type")  # of actor.deepspeed
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
@@ -56,7 +56,8 @@ def cut_of(plan: RunPlan) -> Cut:
     model, layout = plan.config.actor.model, plan.layout
     assert plan.model is not None
     sizes, heads = model.hierarchical_context_parallel_sizes, plan.model.num_key_value_heads
-    ulysses = ulysses_degree(model.cp_comm_type, sizes, heads, layout.tp, layout.cp)
+    node = ranks_per_node(plan.config, layout.world_size)
+    ulysses = ulysses_degree(model.cp_comm_type, sizes, heads, layout.tp, layout.cp, node)
     if model.cp_comm_type == "a2a":
         ulysses = layout.cp
     return Cut(layout, plan.sequence_parallel, ulysses)
@@ -107,12 +108,10 @@ def _micro_batches(plan: RunPlan, pp: int) -> int:
 
 def _layers(plan: RunPlan, pp: int) -> int:
     """Two a stage, one more where the run's stages are uneven; as many as the first and last stage are given."""
-    model, chunks = plan.config.actor.model, max(len(plan.stages) // plan.layout.pp, 1)
-    first, last = (_end_layers(plan, name) for name in _ENDS)
-    if pp == 1 or (first is None and last is None):
+    chunks = max(len(plan.stages) // plan.layout.pp, 1)
+    ends = [n for n in (_end_layers(plan, name) for name in _ENDS) if n is not None]
+    if pp == 1 or not ends:
         return 2 * pp * chunks + (len(set(plan.stages)) > 1)
-    ends = [n for n in (first, last) if n is not None]
-    assert model.pipeline_model_parallel_size > 1
     return sum(ends) + 2 * (pp * chunks - len(ends))
 
 
@@ -209,7 +208,7 @@ def _actor(small: Small, actor: dict[str, Any], cut: Cut, folder: str) -> dict[s
     for name in ("offload_optimizer", "offload_param"):
         trees.drop(actor["deepspeed"], f"zero_optimization.{name}")
     actor["freeze_parameters"] = frozen(small)
-    model.update(dict.fromkeys((*_SIZES, "padded_vocab_size", "seq_length", "encoder_seq_length")))
+    model.update(dict.fromkeys((*MODEL_NUMBERS, "hidden_size", "seq_length", "encoder_seq_length")))
     model.update(
         model_path=f"{folder}/model", load_weights=True, attention_kernel="auto",
         tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
@@ -242,9 +241,13 @@ def differences(small: Small) -> Iterator[str]:
     assert spec is not None
     yield (
         f"model: {s.num_layers} layers of {spec.num_layers}, width {s.hidden_size} of {spec.hidden_size}, "
+        f"MLP {s.intermediate_size} of {spec.intermediate_size}, "
         f"{s.num_attention_heads} heads of {spec.num_attention_heads}, {s.num_key_value_heads} kv heads of "
         f"{spec.num_key_value_heads}, vocabulary {s.vocab_size}; random weights"
     )
+    if s.sliding_window != spec.sliding_window:
+        yield f"window: {s.sliding_window} of {spec.sliding_window} tokens"
+    yield from _smaller_numbers(small)
     yield (
         f"batch: {small.rows} rows of up to {ROW_LENGTH} tokens a step, {STEPS} steps; learning rate constant, so "
         "large that weights move" + (f", clipping at {CLIP}, which acts" if config.actor.optim.clip_grad else "")
@@ -259,6 +262,19 @@ def differences(small: Small) -> Iterator[str]:
         yield f"actor.deepspeed: {', '.join(others)} left out"
     if gone := [g for g in plan.config.actor.freeze_parameters if g not in frozen(small)]:
         yield f"freeze_parameters: {', '.join(gone)} name nothing in the small model"
+
+
+def _smaller_numbers(small: Small) -> Iterator[str]:
+    """Numbers of the YAML that go with the model's and the batch's size, where they are others."""
+    config, cut = small.plan.config, small.cut
+    own, theirs = config.actor.model, RunConfig.model_validate(small.tree(cut, ".")).actor.model
+    if config.runner.enable_dynamic_batch_size:
+        yield f"micro-batches of at most {BUDGET} tokens"
+    elif small.plan.batch.micro_batch_size > 2:
+        yield f"micro-batches of 2 rows of {small.plan.batch.micro_batch_size}"
+    for name in ("recompute_num_layers", *_ENDS):
+        if getattr(own, name) != getattr(theirs, name):
+            yield f"{name}: {getattr(theirs, name)} of {getattr(own, name)}"
 
 
 def alone(small: Small, folder: str) -> dict[str, Any]:

@@ -41,12 +41,14 @@ def check(
         )
     if errors:
         refuse("\n".join(errors))
+    for notice in result.notices:
+        say(f"notice: {notice}")
     own = cut_of(plan)
     small = shrink(plan, own if own.world <= ranks else project(own))
     try:
         cuts = parts(small.cut, ranks)
     except ValueError as exc:
-        refuse(f"--ranks {ranks}: {exc} even at its smallest. Fix: more ranks")
+        refuse(f"--ranks {ranks}: {exc} even at its smallest. Fix: a larger --ranks")
     if format_ == "text":
         say("\n".join(_introduction(plan, small, cuts)), sys.stdout)
     os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed looks for another, and says on standard output what it took

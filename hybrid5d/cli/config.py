@@ -11,6 +11,7 @@ import typer
 from hybrid5d.cli.options import Format, Overrides, Run, check_format, refuse
 from hybrid5d.config.json_schema import json_schema
 from hybrid5d.config.sources import Sourced, sourced
+from hybrid5d.console import say
 from hybrid5d.load import load_yaml
 from hybrid5d.plan.outputs import json_text
 
@@ -35,6 +36,8 @@ def show(
     loaded = load_yaml(run, overrides or [])
     if loaded.errors or loaded.config is None:
         refuse("\n".join(map(str, loaded.errors)))
+    for notice in loaded.keys.notices:
+        say(f"notice: {notice}")
     found = [s for s in sourced(loaded.config, loaded.keys) if all_ or s.source != "default"]
     if format_ == "json":
         sys.stdout.write(json_text([{"key": s.key, "value": s.value, "from": s.source} for s in found]))

@@ -78,6 +78,8 @@ def _check_words(search_: bool, diff: bool, explain_: bool, measured: bool, form
         refuse(f"{' and '.join(given)}: each is an answer of its own. Fix: give one of them")
     if measured and search_:
         refuse("--measured: a search has no one step to compare with. Fix: leave it out, or plan one layout")
+    if measured and diff:
+        refuse("--measured: one step's time says nothing of the other run. Fix: leave out --measured or --diff")
     if explain_ and format_ != "text":
         refuse(f"--format {format_}: --explain writes text. Fix: leave one of them out")
 
@@ -97,6 +99,8 @@ ALONE = (
             "tensor_model_parallel_size=1", "pipeline_model_parallel_size=1", "context_parallel_size=1",
             "sequence_parallel=false", "decoder_first_pipeline_num_layers=null",
             "decoder_last_pipeline_num_layers=null", "hierarchical_context_parallel_sizes=null",
+            "pipeline_schedule=null", "virtual_pipeline_model_parallel_size=null", "pipeline_warmup=plain",
+            "pipeline_partition=uniform",
         )
     ),
 )  # fmt: skip
@@ -110,6 +114,8 @@ def _search(
         refuse("--search needs --world-size N")
     if write is not None and write.exists():
         refuse(f"--write {str(write)!r}: the file exists; name another")
+    if write is not None and not write.parent.is_dir():
+        refuse(f"--write {str(write)!r}: {str(write.parent)!r} is no folder. Fix: make it, or name another file")
     result = translate(run, [*overrides, *ALONE], gpus_per_node=node, world_size=1)
     if result.errors or result.plan is None:
         refuse("\n".join(map(str, result.errors)))

@@ -10,8 +10,9 @@ import pytest
 
 from hybrid5d.check.cuts import Cut, parts, project
 from hybrid5d.check.reference import hf_model
-from hybrid5d.check.shrink import Small, cut_of, shrink
+from hybrid5d.check.shrink import Small, cut_of, differences, shrink
 from hybrid5d.config.schema import RunConfig
+from hybrid5d.engine.build import sequence_options
 from hybrid5d.plan.layout import ParallelLayout
 from hybrid5d.plan.run import build_plan
 from tests.config_kit import config_of, write_model
@@ -86,6 +87,28 @@ def test_every_part_is_a_legal_run_of_the_same_batch(tmp_path: Path, method: str
         plan = build_plan(RunConfig.model_validate(small.tree(cut, str(tmp_path))), cut.world, "translate")
         assert plan.layout == cut.layout and plan.batch.global_batch_size == small.rows
         assert plan.sequence_parallel == cut.sp
+
+
+def test_a_hybrid_has_the_degrees_that_the_run_has_on_its_nodes(tmp_path: Path) -> None:
+    """16 ranks on 4 nodes: the exchange stays inside a node of 4, as the engine's own default says."""
+    path = str(write_model(tmp_path / "m", num_attention_heads=8, num_key_value_heads=8))
+    config = config_of(
+        actor__model__model_path=path, actor__model__context_parallel_size=8, actor__model__cp_comm_type="a2a+p2p",
+        actor__global_batch_size=64, cluster__num_nodes=4,
+    )  # fmt: skip
+    plan = build_plan(config, 16, "translate")
+    assert cut_of(plan).ulysses == sequence_options(plan).ulysses == 4
+
+
+def test_what_is_smaller_is_said(tmp_path: Path) -> None:
+    model = {"model_type": "mistral", "sliding_window": 4096, "num_hidden_layers": 8, "intermediate_size": 640}
+    keys = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 6,
+            "decoder_first_pipeline_num_layers": 2, "pipeline_model_parallel_size": 2}  # fmt: skip
+    said = "\n".join(differences(small_run(tmp_path, 2, model, **keys)))
+    for words in ("MLP 40 of 640", "window: 7 of 4096", "recompute_num_layers: 2 of 6",
+                  "decoder_first_pipeline_num_layers: 1 of 2"):  # fmt: skip
+        assert words in said, said
+    assert "micro-batches" not in said
 
 
 def test_a_hybrid_stays_one() -> None:

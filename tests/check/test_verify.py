@@ -105,9 +105,11 @@ def test_a_difference_ends_with_1_and_says_where(tmp_path: Path, monkeypatch: py
     right = module.verify
     monkeypatch.setattr(module, "verify", lambda *args, **kwargs: right(*args, faults.loss_times_dp, **kwargs))
     run = write_yaml(tmp_path / "run.yaml", native(
-        actor__model__model_path=str(write_model(tmp_path / "model")), cluster__component_placement={"actor": "0-1"},
+        actor__model__model_path=str(write_model(tmp_path / "model")), cluster__component_placement={"actor": "0-3"},
+        **{TP: 2},
     ))  # fmt: skip
-    done = hybrid5d("check", run)
+    done = hybrid5d("check", run, f"{TP.replace('__', '.')}=1", "--world-size", 2)
+    assert "notice: " in done.stderr  # the words win over the file, and that is said
     assert done.returncode == 1, done.stderr
     assert "DIFFERENT: dp\nLook first at model." in done.stdout
     assert "every first gradient is 2 times what it should be" in done.stdout

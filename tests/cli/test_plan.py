@@ -178,6 +178,8 @@ def test_text_names_every_part(tmp_path: Path) -> None:
         (("--search", "--diff", "b.yaml"), "--search and --diff"),
         (("--diff", "b.yaml", "--explain", "memory"), "--diff and --explain"),
         (("--search", "--measured", "1"), "a search has no one step"),
+        (("--measured", "1", "--diff", "b.yaml"), "--measured: one step's time says nothing of the other run"),
+        (("--search", "--world-size", "2", "--write", "/no/such/best.yaml"), "'/no/such' is no folder"),
         (("--explain", "memory", "--format", "json"), "--explain writes text"),
         (("actor.micro_batch_size=0",), "actor.micro_batch_size"),
     ],
