@@ -249,6 +249,12 @@ def faults_of(folder: Path) -> list[str]:
     return file_faults(folder, manifest) or [f"{folder}: {gap}" for gap in uncovered(manifest)[:3]]
 
 
+def step_faults(folder: Path) -> list[str]:
+    """`faults_of` every part of a `global_step_N` folder: a run with a critic goes on from both or not at all."""
+    parts = [ACTOR, *([CRITIC] if (folder / CRITIC).is_dir() else [])]
+    return [fault for part in parts for fault in faults_of(folder / part)]
+
+
 def checkpoints(root: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every checkpoint under `root`, whole or not, newest first.
 
@@ -343,9 +349,7 @@ def resolve_resume(resume_dir: str | None, root: Path, damaged: Collection[Path]
         return Resume(whole_checkpoint(resume_dir))
     passed: list[str] = []
     for step, folder in checkpoints(root):
-        parts = [ACTOR, *([CRITIC] if (folder / CRITIC).is_dir() else [])]
-        faults = [f"{folder}: its content is damaged"] if folder / ACTOR in damaged else []
-        faults = faults or [fault for part in parts for fault in faults_of(folder / part)]
+        faults = [f"{folder}: its content is damaged"] if folder / ACTOR in damaged else step_faults(folder)
         if not faults:
             return Resume(folder / ACTOR, tuple(passed))
         passed.append(f"the checkpoint of step {step} is passed over: {faults[0]}")

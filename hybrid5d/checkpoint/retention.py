@@ -10,7 +10,7 @@ import os
 import shutil
 from pathlib import Path
 
-from hybrid5d.checkpoint.manifest import ACTOR, checkpoints, faults_of, read_manifest
+from hybrid5d.checkpoint.manifest import ACTOR, checkpoints, read_manifest, step_faults
 from hybrid5d.errors import CheckpointError
 from hybrid5d.files import temporary_of
 
@@ -43,11 +43,11 @@ def prune(newest: Path, keep_last: int, keep_every: int | None = None) -> list[P
 
     Nothing is removed unless `newest` is whole. Returns what was removed.
     """
-    if faults_of(newest / ACTOR):
-        return []
     removed, kept = [], 0
     for step, folder in line_of(newest):
-        if faults_of(folder / ACTOR):
+        if step_faults(folder):
+            if folder == newest:
+                return []
             continue  # it counts for nothing, and is left for whoever wants to know why
         kept += 1
         if kept <= keep_last or (keep_every and step % keep_every == 0) or (folder / PIN).exists():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hybrid5d.checkpoint.manifest import resolve_resume
 from hybrid5d.checkpoint.retention import PIN, line_of, prune
 from hybrid5d.load import load_config
 from hybrid5d.plan.run import build_plan
@@ -69,6 +70,20 @@ def test_nothing_goes_while_the_newest_is_not_whole(tmp_path: Path) -> None:
     newest = put(tmp_path, 6, "4")
     (newest / "actor" / "a").unlink()
     assert prune(newest, 1) == [] and steps(tmp_path) == [2, 4, 6]
+
+
+def test_a_damaged_critic_makes_a_checkpoint_no_whole_one(tmp_path: Path) -> None:
+    """What `auto` passes over is not counted among those that stay, and nothing goes while the newest is such."""
+    before = ""
+    for step in (2, 4, 6, 8):
+        folder = put(tmp_path, step, before)
+        shutil.copytree(folder / "actor", folder / "critic")
+        before = str(step)
+    (tmp_path / "global_step_6" / "critic" / "a").unlink()
+    assert resolve_resume("auto", tmp_path).source == tmp_path / "global_step_8" / "actor"
+    assert prune(tmp_path / "global_step_6", 1) == []
+    assert [p.name for p in prune(tmp_path / "global_step_8", 2)] == ["global_step_2"]
+    assert steps(tmp_path) == [4, 6, 8]
 
 
 def test_keep_every_without_keep_last_is_refused(tmp_path: Path) -> None:
