@@ -22,7 +22,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from hybrid5d.errors import CheckpointError
+from hybrid5d.errors import CheckpointError, ConfigError
 from hybrid5d.files import crc32_of
 from hybrid5d.hf.folder import FLOAT_DTYPES, HeaderError, read_header
 from hybrid5d.plan.cut import Cut
@@ -304,7 +304,9 @@ def critic_beside(actor: Path) -> Path:
     """
     folder = actor.parent / CRITIC
     if not folder.is_dir():
-        raise CheckpointError(f"{actor.parent} holds no critic, which this run trains; a run without one saved it")
+        rule = f"{actor.parent} holds no critic, which this run trains; a run without one saved it"
+        fix = "name a checkpoint with a critic in runner.resume_dir, or null, which starts anew"
+        raise CheckpointError(str(ConfigError("critic.use_critic_model", True, rule, fix)))
     return folder
 
 

@@ -51,7 +51,7 @@ from hybrid5d.generation import Generated, Generator, Request, Sampling, Stage
 from hybrid5d.hf.spec import ModelSpec
 from hybrid5d.models.batch import LocalBatch
 from hybrid5d.models.dtypes import DTYPES
-from hybrid5d.parallel.agree import world_axis
+from hybrid5d.parallel.agree import together, world_axis
 from hybrid5d.parallel.collectives import max_scalars
 from hybrid5d.parallel.context import ParallelContext
 from hybrid5d.plan.run import RunPlan
@@ -307,8 +307,9 @@ class Engine:
         `directory`: a folder of checkpoints (its newest is taken) or one checkpoint. Collective over the world.
         """
         if self.critic is not None:  # first: where it is missing, nothing of the actor is overwritten
-            directory = find_checkpoint(directory)
-            self.critic.load_checkpoint(critic_beside(directory))
+            actor = together(world_axis(), lambda: find_checkpoint(directory))
+            self.critic.load_checkpoint(together(world_axis(), lambda: critic_beside(actor)))
+            directory = actor
         manifest = load_checkpoint(self.state, directory)
         self.global_step = self.ds.global_steps = manifest.step
         self._follows = manifest.id

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybrid5d.checkpoint.manifest import checkpoints, resolve_resume
+from hybrid5d.checkpoint.manifest import checkpoints, critic_beside, resolve_resume
 from hybrid5d.errors import EXIT_REFUSED, ConfigError, ConfigErrors
 from hybrid5d.files import write_whole
 from hybrid5d.plan.outputs import json_text, plan_files, write_files
@@ -56,9 +56,9 @@ class RunFolder:
 
         Raises:
             ConfigErrors: the directory cannot be made or written.
-            CheckpointError: `runner.resume_dir` names no whole checkpoint; nothing was touched.
+            CheckpointError: as `source` does; nothing was touched.
         """
-        source = resolve_resume(plan.config.runner.resume_dir, self / CHECKPOINTS).source
+        source = self.source(plan)
         try:
             notices = [] if source is not None and self._holds(source) else self._keep_aside(self._earlier_run())
             self._forget_result()
@@ -66,6 +66,17 @@ class RunFolder:
         except OSError as exc:
             raise ConfigErrors([_unwritable(self.path, exc)]) from None
         return notices
+
+    def source(self, plan: RunPlan) -> Path | None:
+        """The `actor` folder that a start here goes on from (None: from the start), by what its files show.
+
+        Raises:
+            CheckpointError: `runner.resume_dir` names no whole checkpoint, or one without the critic that is trained.
+        """
+        source = resolve_resume(plan.config.runner.resume_dir, self / CHECKPOINTS).source
+        if source is not None and plan.critic is not None:
+            critic_beside(source)
+        return source
 
     def prepare_evaluation(self, plan: RunPlan) -> list[str]:
         """The plan's files, and no result, in the folder of an evaluation; there is nothing to keep aside.

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hybrid5d.checkpoint.manifest import Resume, resolve_resume
+from hybrid5d.checkpoint.manifest import CRITIC, Resume, resolve_resume
 from hybrid5d.checkpoint.retention import prune
+from hybrid5d.config.schema import NO_CRITIC
 from hybrid5d.data.loader import EvalLoader, Loader
 from hybrid5d.engine.results import StepResult
 from hybrid5d.errors import EXIT_FAILED, EXIT_STOPPED, CheckpointError, DamagedCheckpoint, HybridError
@@ -128,6 +129,8 @@ def resume(engine: Engine, folder: RunFolder, loader: Source | None = None) -> R
     if loader is not None:
         notices += together(axis, lambda: folder.keep_later(step) if axis.rank == 0 else [])
         notices += _differing_rows(loader, state.get(DATA), step)
+        if engine.critic is None and (critic := found.source.parent / CRITIC).is_dir():
+            notices.append(f"{critic} is not loaded, and no later checkpoint holds it: {NO_CRITIC}")
     return Resumed(found.source, tuple(notices), step, state)
 
 
@@ -325,7 +328,10 @@ class Trainer:
         self.console.say(f"checkpoint: {saved.path}")
         self._track(step, "save", {"seconds": time.perf_counter() - begun, "bytes": saved.bytes})
         if self.first and self.runner.keep_last is not None:
-            prune(saved.path, self.runner.keep_last, self.runner.keep_every)
+            try:
+                prune(saved.path, self.runner.keep_last, self.runner.keep_every)
+            except (OSError, CheckpointError) as exc:  # the save is whole: one rank must not end the run for the rest
+                self.console.say(f"notice: older checkpoints stay: {exc}")
 
     def _last_loss(self, step: int) -> float | None:
         return self.folder.last_loss(step)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hybrid5d.train.run_folder import RunFolder
+from tests.checkpoint.test_retention import put as put_step
 from tests.harness import RankFailure, run_ranks
 from tests.launch_kit import CP2, PP2, TP2, metrics, write_run
 
@@ -19,7 +23,6 @@ def train(rank: int, world: int, path: str, words: tuple[str, ...], poison: bool
     from hybrid5d.data.build import eval_loader_from_plan, loader_from_plan
     from hybrid5d.load import load_config
     from hybrid5d.plan.run import build_plan
-    from hybrid5d.train.run_folder import RunFolder
     from hybrid5d.train.trainer import Trainer, resume
 
     plan = build_plan(load_config(path, words), world)
@@ -128,6 +131,32 @@ def test_a_save_that_fails_ends_the_run_and_the_whole_one_stays(tmp_path: Path) 
         assert {p.name for p in root.iterdir()} == {f"global_step_{left}", "latest"}
 
 
+def _nothing_can_go(rank: int, path: str) -> dict[str, Any]:
+    """Trains where no checkpoint can be removed, for one reason and another."""
+    from hybrid5d.errors import CheckpointError
+    from hybrid5d.train import trainer
+
+    reasons: list[Exception] = [OSError(30, "Read-only file system", "x"), CheckpointError("x cannot be read")]
+
+    def fails(*_: Any) -> None:
+        raise reasons.pop(0)
+
+    told: list[str] = []
+    trainer.prune, trainer.Console.say = fails, lambda self, text: told.append(text)  # type: ignore
+    words = ("runner.save_interval=1", "runner.max_steps=2", "runner.keep_last=1")
+    return {**train(rank, 1, path, words), "told": [line for line in told if line.startswith("notice")]}
+
+
+_nothing_can_go.needs_group = True  # type: ignore[attr-defined]
+
+
+def test_what_cannot_be_removed_ends_no_run(tmp_path: Path) -> None:
+    (result,) = run_ranks(1, _nothing_can_go, str(write_run(tmp_path / "a")))
+    start = "notice: older checkpoints stay: "
+    assert result["exit_code"] == 0 and result["steps"] == 2
+    assert result["told"] == [f"{start}[Errno 30] Read-only file system: 'x'", f"{start}x cannot be read"]
+
+
 def test_a_resumed_run_says_what_changed(tmp_path: Path) -> None:
     """Other data, order or batch: the run goes on, and not in silence."""
     path = write_run(tmp_path / "a", rows=21)
@@ -147,6 +176,51 @@ def test_a_resumed_run_says_what_changed(tmp_path: Path) -> None:
     assert told.pop("hash of the rows' lengths") and told.pop("hash of the tokens")
     assert told.pop("data.seed").startswith("7 ") and told.pop("actor.global_batch_size") == "4 (was 8)"
     assert told == {"rows": "20 (was 21)", "tokens": f"{tokens - lost} (was {tokens})"}
+
+
+def test_a_critic_that_is_left_behind_is_said(tmp_path: Path) -> None:
+    """Neither where the run has one, nor in an evaluation, which saves nothing."""
+    from hybrid5d.train.trainer import resume
+
+    source = put_step(tmp_path / "checkpoints", 2, "") / "actor"
+    config = SimpleNamespace(runner=SimpleNamespace(resume_dir="auto"))
+    loader: Any = SimpleNamespace(identity=dict)
+
+    def told(critic: object, *more: Any) -> tuple[str, ...]:
+        plan = SimpleNamespace(config=config)
+        engine: Any = SimpleNamespace(plan=plan, critic=critic, global_step=2, load_checkpoint=lambda _: {})
+        return resume(engine, RunFolder(tmp_path), *more).notices
+
+    assert told(None, loader) == ()
+    shutil.copytree(source, source.parent / "critic")
+    assert told(object(), loader) == told(None) == ()
+    (notice,) = told(None, loader)
+    assert notice.startswith(f"{source.parent / 'critic'} is not loaded, and no later checkpoint holds it")
+    assert "critic.use_critic_model" in notice
+
+
+def _one_rank_sees_no_critic(rank: int, folders: tuple[str, str]) -> None:
+    """An engine with a critic whose load meets the other rank's, as every load does."""
+    from hybrid5d.engine.engine import Engine
+    from hybrid5d.parallel.agree import gather_objects, world_axis
+
+    critic = SimpleNamespace(load_checkpoint=lambda folder: gather_objects(folder, world_axis()))
+    engine: Any = SimpleNamespace(critic=critic)
+    Engine.load_checkpoint(engine, folders[rank])
+
+
+_one_rank_sees_no_critic.needs_group = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("missing", ["actor", "critic"])
+def test_a_checkpoint_that_one_rank_alone_cannot_see_ends_all(tmp_path: Path, missing: str) -> None:
+    folders = tuple(str(put_step(tmp_path / name, 2, "")) for name in ("a", "b"))
+    for folder in folders:
+        shutil.copytree(f"{folder}/actor", f"{folder}/critic")
+    shutil.rmtree(Path(folders[1]) / missing)
+    with pytest.raises(RankFailure, match=r"rank 1: .*(holds no critic|is no complete checkpoint)") as caught:
+        run_ranks(2, _one_rank_sees_no_critic, folders, timeout=30)
+    assert "CheckpointError" in str(caught.value) and "rank 0" in str(caught.value)
 
 
 @pytest.mark.parametrize("state", [{}, {"data": 17}, {"data": ["shard", 3]}])
