@@ -16,7 +16,7 @@ import pytest
 
 from tests.engine_kit import Job, Layout, compare, train_layout
 from tests.kit import MODELS, Recipe, Trace, hf_model, make_packed_rows, make_rows, reference
-from tests.layouts import RECIPES, Case, axes, cases, recipe_of, rows_per_batch
+from tests.layouts import RECIPES, SCHEDULES, Case, axes, cases, recipe_of, rows_per_batch
 
 LENGTH = 24
 
@@ -68,9 +68,10 @@ def test_every_layout_equals_one_process(layout: Layout, folders: dict[str, Path
 
 
 @pytest.mark.full
-def test_five_axes_at_two(folders: dict[str, Path]) -> None:
-    """16 ranks: tp 2 with sp, pp 2, cp 2, dp 2."""
-    check(Layout(2, 2, 2, 2, True), folders, [("qwen3", "sgd-clip"), ("llama", "adamw")])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_five_axes_at_two(schedule: str, folders: dict[str, Path]) -> None:
+    """16 ranks: tp 2 with sp, pp 2, cp 2, dp 2, in every pipeline schedule."""
+    check(Layout(2, 2, 2, 2, True, model=SCHEDULES[schedule]), folders, [("qwen3", "sgd-clip"), ("llama", "adamw")])
 
 
 REDUCTION = [
