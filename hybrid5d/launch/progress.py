@@ -101,6 +101,36 @@ def end_processes(folder: Path, only_stopped: bool = False) -> None:
     """SIGKILL the other ranks of this node: a stopped one can end in no other way."""
     for path in folder.glob("*.pid"):
         with contextlib.suppress(OSError, ValueError, psutil.Error):
-            process = psutil.Process(int(path.read_text().split()[0]))
+            pid, started = map(int, path.read_text().split())
+            process = psutil.Process(pid)
+            if not same_process(pid, started):
+                continue  # the id is another process's by now
             if process.pid != os.getpid() and (not only_stopped or process.status() == psutil.STATUS_STOPPED):
                 process.kill()
+
+
+def started_at(pid: int) -> int:
+    """When a process started, in ticks since boot where the system tells it; 0 where there is no such process."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    try:
+        return round(psutil.Process(pid).create_time())
+    except psutil.Error:
+        return 0
+
+
+def same_process(pid: int, started: int) -> bool:
+    """The process of that id is still the one that started then, and runs."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE and started_at(pid) == started
+    except psutil.Error:
+        return False
+
+
+def pid_file_alive(path: Path) -> bool:
+    """The process that a `RANK.pid` file names is still that one, and runs; True where the file is being written."""
+    try:
+        pid, started = path.read_text().split()
+    except (OSError, ValueError):
+        return True  # being written
+    return same_process(int(pid), int(started))

@@ -25,7 +25,17 @@ from hybrid5d.console import say
 from hybrid5d.errors import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, HybridError
 from hybrid5d.launch.env import LaunchEnv
 from hybrid5d.launch.hosts import Hosts, Store
-from hybrid5d.launch.progress import STACK, Progress, describe, end_processes, leave_stack, main_stack
+from hybrid5d.launch.progress import (
+    STACK,
+    Progress,
+    describe,
+    end_processes,
+    leave_stack,
+    main_stack,
+    pid_file_alive,
+    same_process,
+    started_at,
+)
 from hybrid5d.train.requests import Request, Requests
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # stop and save, end at once, save
@@ -54,7 +64,7 @@ class Job:
         self._deadline: float | None = None
         parent = psutil.Process().ppid()
         self.ancestors = _launch_processes(parent) if env.world_size > 1 or started else []
-        name = f"{_PREFIX}{os.getuid()}-{parent}-{_started(parent)}"
+        name = f"{_PREFIX}{os.getuid()}-{parent}-{started_at(parent)}"
         self.folder = (root or Path(tempfile.gettempdir())) / name
         self.joined = False
         self._stop = threading.Event()
@@ -76,7 +86,7 @@ class Job:
         self.joined = True
         if self.env.world_size > 1 or self.ancestors:
             self._make_folder()
-            (self.folder / f"{self.env.rank}.pid").write_text(f"{os.getpid()} {_started(os.getpid())}")
+            (self.folder / f"{self.env.rank}.pid").write_text(f"{os.getpid()} {started_at(os.getpid())}")
             self.progress.path = self.folder / f"{self.env.rank}.note"
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -150,7 +160,7 @@ class Job:
         missing = []
         for path in self.folder.glob("*.pid") if self.env.world_size > 1 else ():
             rank = int(path.stem)
-            if rank != self.env.rank and not path.with_suffix(".done").exists() and not _alive(path):
+            if rank != self.env.rank and not path.with_suffix(".done").exists() and not pid_file_alive(path):
                 missing.append(rank)
         return sorted(missing)
 
@@ -169,7 +179,7 @@ class Job:
                 self._stands_still(seconds)
             if (self.folder / HANG).exists():
                 leave_stack(self.folder / f"{self.env.rank}.{STACK}")
-            if any(not _same(pid, started) for pid, started in self.ancestors):
+            if any(not same_process(pid, started) for pid, started in self.ancestors):
                 self._orphaned()
             if self._failed():
                 failed_since = failed_since or time.monotonic()
@@ -325,8 +335,8 @@ def rank_processes(launcher: int) -> list[int]:
         process = psutil.Process(launcher)
         parents = [process.ppid(), launcher, *(child.pid for child in process.children(recursive=True))]
         root = Path(tempfile.gettempdir())
-        files = [f for p in parents for f in root.glob(f"{_PREFIX}{os.getuid()}-{p}-{_started(p)}/*.pid")]
-        return [int(f.read_text().split()[0]) for f in files if _alive(f)]
+        files = [f for p in parents for f in root.glob(f"{_PREFIX}{os.getuid()}-{p}-{started_at(p)}/*.pid")]
+        return [int(f.read_text().split()[0]) for f in files if pid_file_alive(f)]
     return []
 
 
@@ -335,43 +345,17 @@ def _one_line(exc: BaseException) -> str:
     return f"{type(exc).__name__}: {first}" if first else type(exc).__name__
 
 
-def _started(pid: int) -> int:
-    """When a process started, in ticks since boot where the system tells it; 0 where there is no such process."""
-    with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    try:
-        return round(psutil.Process(pid).create_time())
-    except psutil.Error:
-        return 0
-
-
-def _same(pid: int, started: int) -> bool:
-    """The process of that id is still the one that started then, and runs."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE and _started(pid) == started
-    except psutil.Error:
-        return False
-
-
-def _alive(path: Path) -> bool:
-    try:
-        pid, started = path.read_text().split()
-    except (OSError, ValueError):
-        return True  # being written
-    return _same(int(pid), int(started))
-
-
 def _launch_processes(parent: int) -> list[tuple[int, int]]:
     """Processes whose end must end the ranks: the parent, and `deepspeed`'s runner above its launch.py."""
     found = []
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(parent)
-        found.append((parent, _started(parent)))
+        found.append((parent, started_at(parent)))
         above = process.parent()
         if above is not None and "deepspeed.launcher.launch" in process.cmdline():
             words = " ".join(above.cmdline()[:4])
             if "deepspeed" in words and above.pid > 1:
-                found.append((above.pid, _started(above.pid)))
+                found.append((above.pid, started_at(above.pid)))
     return found
 
 
@@ -379,9 +363,10 @@ def _sweep(own: Path) -> None:
     """Remove folders of launches that are over, and what an earlier launch by the same parent left in this one's."""
     for path in own.iterdir():
         with contextlib.suppress(OSError):
-            if path.stat().st_mtime < psutil.Process().create_time() - 0.5:
+            ours = path.suffix == ".pid" and pid_file_alive(path)  # a rank that started long before this one
+            if not ours and path.stat().st_mtime < psutil.Process().create_time() - 0.5:
                 path.unlink()
     for folder in own.parent.glob(f"{_PREFIX}{os.getuid()}-*-*"):
-        parts = folder.name.rsplit("-", 2)
-        if folder != own and parts[1].isdigit() and parts[2].isdigit() and not _same(int(parts[1]), int(parts[2])):
+        _, pid, started = folder.name.rsplit("-", 2)
+        if folder != own and pid.isdigit() and started.isdigit() and not same_process(int(pid), int(started)):
             shutil.rmtree(folder, ignore_errors=True)

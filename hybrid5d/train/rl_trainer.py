@@ -78,8 +78,9 @@ class RLTrainer(Trainer):
         self._trackers = open_trackers(self.engine.plan.config, self.folder.path)
 
     def _train(self, step: int) -> StepResult:
-        last: StepResult | None = None
-        for result in self.update.run(self._rows(step), step):
+        last, rows = None, self._rows(step)
+        self.note(f"step {step + 1}")  # rollouts are a phase of their own, with a limit of its own
+        for result in self.update.run(rows, step):
             self._log(result)
             last = result
         assert last is not None  # n_minibatches is 1 or more
@@ -100,7 +101,6 @@ class RLTrainer(Trainer):
         rows = self.player.play(self.rollouts.step(step), step, self._progress)
         if self.player.errors:
             self.console.say(f"  {len(self.player.errors)} rows without a score: {self.player.errors[0]}")
-        self.note(f"RL step {step + 1}")
         return rows
 
     def _progress(self, done: int, total: int) -> None:

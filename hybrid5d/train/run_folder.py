@@ -110,7 +110,8 @@ class RunFolder:
 
     def _earlier_run(self) -> list[Path]:
         """Everything here, where a run left more than its settings."""
-        if not any((self / name).exists() for name in (CHECKPOINTS, HF, METRICS, RESULT)):
+        ended = (self / RESULT).exists() and self.exit_code() != EXIT_REFUSED
+        if not ended and not any((self / name).exists() for name in (CHECKPOINTS, HF, METRICS)):
             return []
         return [p for p in sorted(self.path.iterdir()) if p.name != LOCK and not p.name.startswith(ASIDE)]
 

@@ -190,7 +190,6 @@ class Trainer:
                 self.evaluate()
             request = self._answer()
             while request < Request.STOP and (total is None or step < total):
-                self.note(f"step {step + 1}")
                 last = self._step(step)
                 step += 1
                 request = self._answer()
@@ -223,6 +222,7 @@ class Trainer:
 
     def _train(self, step: int) -> StepResult:
         assert isinstance(self.loader, Loader)
+        self.note(f"step {step + 1}")
         result = self.engine.train_batch(self.loader.step(step))
         self._log(result)
         self.console.step(result)

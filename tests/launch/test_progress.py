@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -63,6 +65,33 @@ def test_a_stated_limit_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         assert rank.limit == 300 and rank.overdue is None
 
 
+def test_an_rl_step_has_a_steps_limit_and_its_rollouts_that_of_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hybrid5d.train import rl_trainer
+
+    rank, limits = Progress(None, 30.0), []
+    result: Any = SimpleNamespace(step=1, metrics={})
+
+    def rows(step: int) -> list[Any]:
+        rank.note(f"rollouts of RL step {step + 1}")
+        limits.append(rank.limit)
+        return []
+
+    def update(rows: list[Any], step: int) -> list[Any]:
+        limits.append(rank.limit)
+        return [result]
+
+    def nothing(*_: Any) -> None:
+        return
+
+    console = SimpleNamespace(step=nothing, say=nothing)
+    loop: Any = SimpleNamespace(_rows=rows, note=rank.note, update=SimpleNamespace(run=update), console=console)
+    loop._log = nothing
+    monkeypatch.setattr(rl_trainer, "replace", lambda found, **_: found)
+    for step in range(3):
+        rl_trainer.RLTrainer._train(loop, step)
+    assert limits == [300, 300, 300, 30, 300, 30]
+
+
 def test_the_odd_ranks_come_first_and_equal_ones_are_one(tmp_path: Path) -> None:
     stopped = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     stopped.send_signal(signal.SIGSTOP)
@@ -92,6 +121,27 @@ def test_marks_of_an_earlier_launch_by_the_same_parent_are_removed(tmp_path: Pat
         os.utime(own / name, (time.time() - age,) * 2)
     _sweep(own)
     assert [p.name for p in own.iterdir()] == ["1.pid"]
+
+
+def test_a_pid_file_is_of_the_process_that_started_then(tmp_path: Path) -> None:
+    """A rank that runs keeps its file however old it is, and an id that is another process's by now is not ended."""
+    own = tmp_path / "hybrid5d-0-1-1"
+    own.mkdir()
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        (own / "1.pid").write_text(f"{other.pid} {progress.started_at(other.pid)}")
+        os.utime(own / "1.pid", (time.time() - 1e6,) * 2)
+        _sweep(own)
+        assert [p.name for p in own.iterdir()] == ["1.pid"]
+        (own / "1.pid").write_text(f"{other.pid} 12345")
+        progress.end_processes(own)
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(0.5)
+        (own / "1.pid").write_text(f"{other.pid} {progress.started_at(other.pid)}")
+        progress.end_processes(own)
+        assert other.wait(5) == -signal.SIGKILL
+    finally:
+        other.kill()
 
 
 @pytest.mark.timeout(200)

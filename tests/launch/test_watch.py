@@ -13,7 +13,8 @@ import pytest
 
 from hybrid5d.errors import ConfigError, ConfigErrors
 from hybrid5d.launch.env import LaunchEnv
-from hybrid5d.launch.watch import REPEAT_SECONDS, Job, _started, _sweep
+from hybrid5d.launch.progress import started_at
+from hybrid5d.launch.watch import REPEAT_SECONDS, Job, _sweep
 from hybrid5d.train.requests import Request
 
 
@@ -38,7 +39,7 @@ def test_a_rank_that_vanished_is_named_first(tmp_path: Path, capfd: pytest.Captu
     ranks = [job(tmp_path, r) for r in range(4)]
     for r in ranks:
         pid = gone.pid if r.env.rank == 3 else os.getpid()
-        (r.folder / f"{r.env.rank}.pid").write_text(f"{pid} {_started(pid)}")
+        (r.folder / f"{r.env.rank}.pid").write_text(f"{pid} {started_at(pid)}")
     assert ranks[0].gone() == []
     gone.kill()
     deadline = time.monotonic() + 10
@@ -136,7 +137,7 @@ def test_a_warning_is_printed_once_with_the_rank_that_had_it(tmp_path: Path, cap
 def test_folders_of_ended_launches_are_removed(tmp_path: Path) -> None:
     own = job(tmp_path, 1).folder
     old = tmp_path / f"hybrid5d-{os.getuid()}-999999999-1"
-    alive = tmp_path / f"hybrid5d-{os.getuid()}-{os.getpid()}-{_started(os.getpid())}"
+    alive = tmp_path / f"hybrid5d-{os.getuid()}-{os.getpid()}-{started_at(os.getpid())}"
     other = tmp_path / "hybrid5d-notes"
     for folder in (old, alive, other):
         folder.mkdir()

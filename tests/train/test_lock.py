@@ -151,6 +151,8 @@ def test_a_fresh_start_keeps_an_earlier_run_aside_whole(tmp_path: Path) -> None:
     folder = RunFolder.of(plan)
     assert folder.prepare(plan) == []
     assert folder.prepare(plan) == [], "settings alone are no run"
+    folder.write_refusal()
+    assert folder.prepare(plan) == [] and folder.exit_code() is None, "nor are those of a start that was refused"
     for number in (1, 2):
         settings = (folder / "resolved.yaml").read_text()
         leave_a_run(folder)
@@ -169,6 +171,20 @@ def test_a_start_from_elsewhere_is_a_fresh_one_here(tmp_path: Path, monkeypatch:
     plan = plan_of(tmp_path / "a", f"runner.resume_dir={put(tmp_path / 'b', 'global_step_1')}")
     leave_a_run(RunFolder.of(plan))
     assert len(RunFolder.of(plan).prepare(plan)) == 1
+
+
+def test_a_source_without_the_critic_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from tests.checkpoint.test_manifest import put
+
+    plan = plan_of(tmp_path / "a", f"runner.resume_dir={put(tmp_path / 'b', 'global_step_1')}")
+    folder = RunFolder.of(plan)
+    assert folder.source(plan) is not None
+    leave_a_run(folder)
+    with pytest.raises(CheckpointError, match="holds no critic, which this run trains"):
+        folder.prepare(replace(plan, critic=plan))
+    assert folder.exit_code() == 0 and not (folder / "resolved.yaml").exists()
 
 
 def test_resuming_here_moves_nothing_and_knows_the_earlier_result(tmp_path: Path) -> None:
