@@ -21,6 +21,7 @@ from hybrid5d.errors import HybridError
 from hybrid5d.launch.env import LaunchEnv
 
 BEAT_SECONDS = 1.0
+HELLO_SECONDS = 1.0  # that who has connected gets to say who it is: a port scanner says nothing
 _BEAT, _BYE, _LOST = "beat", "bye", "lost"
 _KEY = "hybrid5d/hosts"
 
@@ -75,6 +76,13 @@ class _Peer:
             self.link.send(json.dumps(words).encode() + b"\n")
         except OSError:
             return
+
+
+def _server(backlog: int) -> socket.socket:
+    """Listens on any port, for IPv6 and IPv4 where there are both."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=backlog, dualstack_ipv6=both)
 
 
 class Hosts:
@@ -132,34 +140,37 @@ class Hosts:
 
     def _accept(self, store: Store) -> None:
         token = secrets.token_hex(8)
-        others = self.env.world_size // self.env.local_world_size - 1
-        with socket.create_server(("", 0), backlog=others + 8) as server:
+        others = missing = self.env.world_size - self.env.local_world_size
+        with _server(others + 8) as server:
             store.set(_KEY, json.dumps([server.getsockname()[1], token]))
             deadline = time.monotonic() + self.seconds
-            while len(self._peers) < others:
+            while missing > 0:
                 server.settimeout(max(0.01, deadline - time.monotonic()))
                 try:
                     peer = _Peer("", server.accept()[0])
-                    peer.link.settimeout(max(0.01, deadline - time.monotonic()))
-                    said, peer.name = json.loads(peer.line())
                 except TimeoutError:
                     here = ", ".join(peer.name for peer in self._peers) or "none"
                     raise HostError(
-                        f"{others} other hosts are to connect to {self.name} within {self.seconds:g} s "
-                        f"(runner.peer_timeout); those that did: {here}"
+                        f"{others} ranks of other hosts are to connect to {self.name} within {self.seconds:g} s "
+                        f"(runner.peer_timeout); those that did: {here}. Fix: start all hosts, let them reach each "
+                        "other on any port, or raise runner.peer_timeout"
                     ) from None
+                peer.link.settimeout(HELLO_SECONDS)
+                try:
+                    said, peer.name, ranks = json.loads(peer.line())
                 except (OSError, ValueError, TypeError):
                     continue  # none of ours
                 if said == token:
                     peer.say(self.name)
                     self._peers.append(peer)
+                    missing -= int(ranks)
 
     def _join(self, store: Store) -> None:
         port, token = json.loads(store.get(_KEY))
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")
         try:
             peer = _Peer("", socket.create_connection((address, port), timeout=self.seconds))
-            peer.say(token, self.name)
+            peer.say(token, self.name, str(self.env.local_world_size))
             (peer.name,) = json.loads(peer.line())
         except (OSError, ValueError) as exc:
             raise HostError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from dataclasses import dataclass, replace
 
@@ -48,9 +49,11 @@ def supervise(argv: Argv, num_procs: int | None, launcher: str | None, restarts:
         HybridError: what `launch` raises.
     """
     folder, starts = RunFolder.of(plan_run(argv, num_procs)[0]), 0
-    deaths = Deaths(restarts, newest_whole(folder))
+    deaths, stopped = Deaths(restarts, newest_whole(folder)), threading.Event()
     while True:
-        code = launch(argv, num_procs, launcher)
+        code = launch(argv, num_procs, launcher, stopped=stopped)
+        if stopped.is_set():
+            return code
         newest = newest_whole(folder)
         seconds = deaths.wait(code, newest)
         if seconds is None:

@@ -35,19 +35,22 @@ _PATIENCE_SECONDS = 5.0  # beyond the time that the ranks have to save and end
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
 
 
-def launch(argv: Argv, num_procs: int | None, launcher: str | None, purpose: Purpose = "train") -> int:
+def launch(
+    argv: Argv, num_procs: int | None, launcher: str | None, purpose: Purpose = "train",
+    stopped: threading.Event | None = None,
+) -> int:  # fmt: skip
     """Check, write the run directory, start `num_procs` ranks of the worker and wait; returns the exit code.
 
     The run folder is held from the checks to the end. 0 means that rank 0 reported the end of the run, not only that
-    the launcher returned 0: `deepspeed` does so too when its inner process is killed.
+    the launcher returned 0: `deepspeed` does so too when its inner process is killed. `stopped` is set by a SIGTERM,
+    whatever the code is then: a save may miss the grace.
 
     Raises:
         ConfigErrors: everything that is wrong, before anything is started.
     """
     plan, notices, chosen = _checked(argv, num_procs, launcher, purpose)
     count, evaluate = plan.layout.world_size, purpose == "eval"
-    folder = RunFolder.of(plan)
-    folder = RunFolder(folder / "eval") if evaluate else folder
+    folder = _folder(plan, purpose)
     lock = take(folder.path, "launcher")
     try:
         notices = (*notices, *(folder.prepare_evaluation(plan) if evaluate else folder.prepare(plan)))
@@ -55,7 +58,8 @@ def launch(argv: Argv, num_procs: int | None, launcher: str | None, purpose: Pur
         lines = [f"run directory: {folder.path}", *(f"notice: {n}" for n in notices)]
         say("\n".join(lines), sys.stdout)
         options = ["--run-dir", str(folder.path), "--digest", digest, *(["--eval"] if evaluate else [])]
-        code = _run([*command(chosen, count), *options], count, plan.config.runner.grace_seconds)
+        words, grace = [*command(chosen, count), *options], plan.config.runner.grace_seconds
+        code = _run(words, count, grace, stopped or threading.Event())
     finally:
         lock.release()
     ended = folder.exit_code()
@@ -67,6 +71,11 @@ def launch(argv: Argv, num_procs: int | None, launcher: str | None, purpose: Pur
     return code
 
 
+def _folder(plan: RunPlan, purpose: Purpose) -> RunFolder:
+    folder = RunFolder.of(plan)
+    return RunFolder(folder / "eval") if purpose == "eval" else folder
+
+
 def dry_run(argv: Argv, num_procs: int | None, launcher: str | None, purpose: Purpose = "train") -> str:
     """What `launch` would start, with everything checked that is before ranks exist, the data read; nothing is written
     but the cache of tokens.
@@ -75,13 +84,13 @@ def dry_run(argv: Argv, num_procs: int | None, launcher: str | None, purpose: Pu
         HybridError: what `launch` would raise.
     """
     plan, notices, chosen = _checked(argv, num_procs, launcher, purpose)
-    folder, count = RunFolder.of(plan), plan.layout.world_size
+    folder, count = _folder(plan, purpose), plan.layout.world_size
     if fault := folder.unwritable():
         raise ConfigErrors([fault])
     from hybrid5d.launch.run import introduction, sources  # numpy, and torch for RL
 
     training, held_out = sources(plan, LaunchEnv(world_size=count, local_world_size=count), purpose)
-    shown = training if held_out is None or training is not None else held_out
+    shown = held_out if training is None else training
     lines = [f"run directory: {folder.path}", *introduction(plan, count, shown, notices)]
     if training is not None and held_out is not None:
         lines.append(f"evaluation data: {held_out.describe()}")
@@ -150,7 +159,7 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _run(words: list[str], count: int, grace_seconds: float) -> int:
+def _run(words: list[str], count: int, grace_seconds: float, stopped: threading.Event) -> int:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_root()), *_inherited_path()])}
     environ.setdefault("PYTHONUNBUFFERED", "1")
     environ.setdefault("DS_LOG_LEVEL", "error")  # DeepSpeed's launcher logs what it starts; ours has said it
@@ -160,7 +169,7 @@ def _run(words: list[str], count: int, grace_seconds: float) -> int:
         # torchrun and accelerate warn at length where it is unset
         environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // count)))
     process = subprocess.Popen(words, env=environ, start_new_session=True)
-    with _forwarded(process, grace_seconds):
+    with _forwarded(process, grace_seconds, stopped):
         code = process.wait()
         if code <= 0:  # killed, or `deepspeed` whose inner process was: ranks that still run save what they have
             _wait_for_group(process.pid, grace_seconds + _PATIENCE_SECONDS)
@@ -192,7 +201,7 @@ def _inherited_path() -> list[str]:
 
 
 @contextlib.contextmanager
-def _forwarded(process: subprocess.Popen[bytes], grace_seconds: float) -> Iterator[None]:
+def _forwarded(process: subprocess.Popen[bytes], grace_seconds: float, stopped: threading.Event) -> Iterator[None]:
     """Signals go to the ranks, not to the launcher between: none passes SIGUSR1 on, and `deepspeed` no SIGTERM.
 
     A first SIGTERM asks for a save and the end, within the grace; SIGINT and a second SIGTERM end everything at once,
@@ -206,6 +215,8 @@ def _forwarded(process: subprocess.Popen[bytes], grace_seconds: float) -> Iterat
 
     def forward(number: int, _: object) -> None:
         nonlocal limit
+        if number == signal.SIGTERM:
+            stopped.set()
         ranks = rank_processes(process.pid)
         for pid in ranks if number != signal.SIGINT else ():
             with contextlib.suppress(OSError):

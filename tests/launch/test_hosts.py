@@ -105,7 +105,7 @@ def test_a_host_that_is_silent_is_named_on_the_others_in_time(three: list[Host])
 
 def test_a_stranger_is_no_host_and_one_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    store, hosts, errors = Store(), [Host(n, 3, 2.0) for n in range(2)], Queue[str]()
+    store, hosts, errors = Store(), [Host(n, 3, 4.0) for n in range(2)], Queue[str]()
 
     def meet(host: Host) -> None:
         try:
@@ -116,17 +116,41 @@ def test_a_stranger_is_no_host_and_one_that_never_comes_is_named(monkeypatch: py
     first = Thread(target=meet, args=(hosts[0],))
     first.start()
     port, _ = json.loads(store.get(""))
-    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]  # the last one says nothing
     strangers[0].sendall(b'["guess", "host x"]\n')
     strangers[1].sendall(b"GET / HTTP/1.0\n")
     second = Thread(target=meet, args=(hosts[1],))
     second.start()
     first.join(10)
     text = errors.get(timeout=1)
-    assert text.startswith("2 other hosts are to connect to host") and "(ranks 2 to 3)" in text and "host x" not in text
+    assert text.startswith("4 ranks of other hosts are to connect to host") and "(ranks 2 to 3)" in text
+    assert "host x" not in text
+    assert "Fix: start all hosts" in text
     second.join(10)
     for host in hosts:
         host.link.close()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("counts", [(4, 1, 2), (1, 2, 4)], ids=str)
+def test_hosts_with_other_numbers_of_ranks_meet(
+    counts: tuple[int, ...], address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if address == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+    monkeypatch.setenv("MASTER_ADDR", address)
+    store, ended = Store(), Queue[str]()
+    links = [Hosts(LaunchEnv(sum(counts[:i]), 7, 0, n), SECONDS, ended.put) for i, n in enumerate(counts)]
+    threads = [Thread(target=link.connect, args=(store,)) for link in links]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    links[1].tell("it has enough")
+    for _ in range(2):
+        assert "(ranks" in (text := ended.get(timeout=4 * SECONDS)) or "(rank " in text
+    for link in links:
+        link.close()
 
 
 def test_one_host_has_no_link() -> None:

@@ -6,11 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from hybrid5d.launch import restart
+from hybrid5d.launch.preflight import Argv
 from hybrid5d.launch.restart import Deaths, newest_whole
 from hybrid5d.train.run_folder import RunFolder
 from tests.checkpoint.test_retention import put
@@ -84,3 +88,19 @@ def test_a_run_that_gets_nowhere_is_given_up(tmp_path: Path) -> None:
     lines = [line for line in done.stderr.splitlines() if "start" in line]
     assert lines[0] == "restart 1, in 1 s, from where it began: there is no whole checkpoint"
     assert lines[-1] == "no further start: ended 2 times with no new whole checkpoint (--restarts 1)"
+
+
+def test_a_run_that_was_to_stop_is_not_started_again_whatever_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that misses the grace ends with 1 or 137; torchrun makes 1 of every code."""
+    path, codes = write_run(tmp_path / "a"), [1, 137, 0]
+
+    def launch(*_: Any, stopped: threading.Event) -> int:
+        if len(codes) == 2:
+            stopped.set()
+        return codes.pop(0)
+
+    monkeypatch.setattr(restart, "launch", launch)
+    monkeypatch.setattr(restart, "_sleep", lambda seconds: None)
+    assert restart.supervise(Argv(path, ()), None, None, 5) == 137 and codes == [0]
