@@ -48,6 +48,8 @@ def _start(
     argv: Argv, num_procs: int | None, launcher: str | None, dry: bool, purpose: Purpose, restarts: int | None = None
 ) -> None:
     try:
+        if dry and restarts is not None:
+            refuse("--dry-run --restarts: a dry run starts nothing that could die. Fix: leave one of them out")
         if dry:
             say(dry_run(argv, num_procs, launcher, purpose), sys.stdout)
             return

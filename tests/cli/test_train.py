@@ -39,3 +39,8 @@ def test_it_refuses_what_a_start_refuses(tmp_path: Path) -> None:
         done = hybrid5d("train", run, *words, "--dry-run")
         assert done.returncode == 2, (words, done.stdout)
         assert said in done.stderr and done.stdout == ""
+
+
+def test_a_dry_run_has_nothing_to_restart(tmp_path: Path) -> None:
+    done = hybrid5d("train", tmp_path / "run.yaml", "--dry-run", "--restarts", "2")
+    assert done.returncode == 2 and "--dry-run --restarts: a dry run starts nothing" in done.stderr
