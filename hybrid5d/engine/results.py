@@ -41,12 +41,14 @@ class StepResult(BatchResult):
         lr: learning rate this step used.
         skipped: fp16 overflow; the weights did not change.
         loss_scale: fp16: what the loss was multiplied by in this step.
+        critic: the critic's own step, where RL trains one.
     """
 
     grad_norm: float
     lr: float
     skipped: bool = False
     loss_scale: float | None = None
+    critic: StepResult | None = None
 
 
 @dataclass(frozen=True)

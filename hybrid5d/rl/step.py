@@ -150,8 +150,11 @@ class Critic:
         """One optimizer step; the actor's result with what is to be said of it. Collective over the world."""
         own = self.engine.train_batch(minibatch(documents, rl_step, self.options), self.objective)
         about = {"critic_loss": own.loss, "critic_grad_norm": own.grad_norm, "critic_lr": own.lr}
+        if own.loss_scale is not None:
+            about |= {"critic_loss_scale": own.loss_scale, "critic_skipped": float(own.skipped)}
         return replace(
             actor,
+            critic=own,
             step=own.step,  # the actor's steps stand still while it waits
             step_time_s=actor.step_time_s + own.step_time_s,
             peak_memory_bytes=max(actor.peak_memory_bytes, own.peak_memory_bytes),

@@ -17,6 +17,7 @@ from hybrid5d.engine.results import StepResult
 from hybrid5d.errors import EXIT_FAILED, EXIT_STOPPED, CheckpointError, DamagedCheckpoint, HybridError
 from hybrid5d.parallel.agree import gather_objects, together, world_axis
 from hybrid5d.parallel.collectives import max_scalars
+from hybrid5d.plan.deepspeed_config import PrecisionPlan
 from hybrid5d.train.metrics import Console, JsonLines, Tracker, duration, open_trackers, step_record
 from hybrid5d.train.requests import Request, Requests
 from hybrid5d.train.run_folder import CHECKPOINTS, EVALS, HF, METRICS, RunFolder
@@ -34,6 +35,16 @@ class Source(Protocol):
     def total_steps(self) -> int | None: ...
     def describe(self) -> str: ...
     def identity(self) -> dict[str, int | str | bool]: ...
+
+
+def _finite(result: StepResult) -> bool:
+    return math.isfinite(result.loss) and math.isfinite(result.grad_norm)
+
+
+def _adapts(result: StepResult, precision: PrecisionPlan) -> bool:
+    """An fp16 overflow that a smaller loss scale may mend; a constant scale has skipped one batch."""
+    least = precision.least_loss_scale if precision.dynamic_loss_scale else 0
+    return result.skipped and (result.loss_scale or 0.0) > least
 
 
 class TrainingError(HybridError):
@@ -234,17 +245,17 @@ class Trainer:
         if self._metrics is not None:
             self._metrics.write(record)
         self._track(result.step, "train", record)
-        if not self._adapts(result) and not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+        models = [("actor", result, self.engine.plan.precision)]
+        if result.critic is not None and self.engine.critic is not None:
+            models.append(("critic", result.critic, self.engine.critic.plan.precision))
+        lost = [(name, of) for name, of, precision in models if not (_finite(of) or _adapts(of, precision))]
+        if lost:
+            numbers = "; ".join(f"{name}: loss {of.loss}, gradient norm {of.grad_norm}" for name, of in lost)
+            rates = " and ".join(f"{name}.optim.lr" for name, _ in lost)
             raise TrainingError(
-                f"step {result.step}: loss {result.loss}, gradient norm {result.grad_norm}; the last good state is "
-                f"{self._last_good()}. Fix: a lower actor.optim.lr, a longer warm-up, or other data"
+                f"step {result.step}: {numbers}; the last good state is {self._last_good()}. "
+                f"Fix: a lower {rates}, a longer warm-up, or other data"
             )
-
-    def _adapts(self, result: StepResult) -> bool:
-        """An fp16 overflow that a smaller loss scale may mend; a constant scale has skipped one batch."""
-        precision = self.engine.plan.precision
-        least = precision.least_loss_scale if precision.dynamic_loss_scale else 0
-        return result.skipped and (result.loss_scale or 0.0) > least
 
     @property
     def done(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from hybrid5d.plan.run import build_plan
 from tests.config_kit import native, write_model, write_yaml
 from tests.harness import run_ranks
 from tests.kit import MODELS, save_model
+from tests.launch_kit import free_port
 
 TIMEOUT = 0.05  # minutes; the ranks meet within it, too
 
@@ -50,12 +50,6 @@ def _one_waits(rank: int, port: int, path: Path, done: Path) -> list[tuple[str, 
     return waited
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def _run(tmp_path: Path, backend: str, timeout: float, **model: Any) -> Path:
     """A YAML; `model`: other keys of actor.model, else a folder is made."""
     (tmp_path / "rows.jsonl").write_text("{}\n")
@@ -73,7 +67,7 @@ def _run(tmp_path: Path, backend: str, timeout: float, **model: Any) -> Path:
 def test_groups_have_the_backend_and_the_timeout_of_the_run(tmp_path: Path, backend: str, made: str) -> None:
     """A rank calls a collective that the other one never does: in the default group and in TP's, made later."""
     path = _run(tmp_path, backend, TIMEOUT)
-    waited = run_ranks(2, _one_waits, _free_port(), path, tmp_path / "done")[0]
+    waited = run_ranks(2, _one_waits, free_port(), path, tmp_path / "done")[0]
     assert [name for name, _ in waited] == [made] * 2
     for _, seconds in waited:
         assert 60 * TIMEOUT * 0.9 < seconds < 60 * TIMEOUT + 5  # the machine may be busy; the default is ten minutes
@@ -103,5 +97,5 @@ def test_hosts_whose_model_folders_differ_are_refused(tmp_path: Path, what: str)
     else:
         weights = next((folders[1] / "model").glob("*.safetensors"))
         save_file(load_file(weights), weights, {"format": "pt", "note": "another download"})
-    for errors in run_ranks(2, _with_its_own_folder, _free_port(), folders):
+    for errors in run_ranks(2, _with_its_own_folder, free_port(), folders):
         assert [what in error for error in errors] == [True], errors

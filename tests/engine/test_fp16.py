@@ -6,6 +6,7 @@ GPU: the loss scaler, the agreement on an overflow, unscaling, clipping, checkpo
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,11 +180,18 @@ def test_the_scale_is_reported() -> None:
 def test_overflows_at_the_smallest_scale_end_the_run(precision: PrecisionPlan, scale: float | None, ends: bool) -> None:
     run: Any = SimpleNamespace(
         _metrics=None, _track=lambda *args: None, _last_good=lambda: "the start",
-        engine=SimpleNamespace(plan=SimpleNamespace(precision=precision)),
+        engine=SimpleNamespace(plan=SimpleNamespace(precision=precision), critic=None),
     )  # fmt: skip
-    run._adapts = lambda result: Trainer._adapts(run, result)
-    if ends:
-        with pytest.raises(TrainingError, match="gradient norm inf"):
-            Trainer._log(run, _result(loss_scale=scale))
-    else:
-        Trainer._log(run, _result(loss_scale=scale))
+    run._check = lambda *args: Trainer._check(run, *args)
+    fine = _result(loss=1.0, grad_norm=1.0, loss_scale=None, skipped=False)
+    actor = SimpleNamespace(plan=SimpleNamespace(precision=PrecisionPlan("fp32")), critic=run.engine)
+    for result, engine, whose in (
+        (_result(loss_scale=scale), run.engine, "actor"),
+        (replace(fine, critic=_result(loss_scale=scale)), actor, "critic"),
+    ):  # fmt: skip
+        run.engine = engine
+        if ends:
+            with pytest.raises(TrainingError, match=f"gradient norm inf.*{whose}.optim.lr"):
+                Trainer._log(run, result)
+        else:
+            Trainer._log(run, result)

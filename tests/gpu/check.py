@@ -71,7 +71,7 @@ TRAININGS = {
     "tp2 sp pp2": Training(4, {"tp": 2, "pp": 2, "sp": True, "precision": "bf16"}, 2e-2),
     "tp2 sp pp2 cp2": Training(8, {"tp": 2, "pp": 2, "cp": 2, "sp": True, "precision": "bf16"}, 2e-2),
 }
-SINGLE = {"environment": "environment", "host waits of a step": "waits", "speed, memory, profile": "speed"}
+SINGLE = {"host waits of a step": "waits", "speed, memory, profile": "speed"}
 
 
 def checks() -> list[Check]:
@@ -81,7 +81,7 @@ def checks() -> list[Check]:
     found.append(Check("attention kernels against fp64", 1, ("-m", "pytest", "-q", "-m", "gpu", "tests/gpu")))
     found.append(Check("the loss's factor in 16 bits", 1, (*me, "loss")))
     found += [Check(f"training: {name}", t.ranks, (*me, "train", "--training", name)) for name, t in TRAININGS.items()]
-    found += [Check(name, 1, (*me, part)) for name, part in SINGLE.items() if part != "environment"]
+    found += [Check(name, 1, (*me, part)) for name, part in SINGLE.items()]
     return found
 
 

@@ -18,7 +18,7 @@ from hybrid5d.errors import CheckpointError, ConfigErrors, DataError
 from hybrid5d.plan.run import build_plan
 from hybrid5d.rl.rollouts import Rollout, RolloutFiles
 from tests.engine_kit import Layout, compare, config_dict
-from tests.harness import run_ranks
+from tests.harness import RankFailure, run_ranks
 from tests.kit import MODELS, Recipe, Trace, hf_model
 from tests.rl.test_step import rollouts
 
@@ -261,7 +261,7 @@ def test_given_advantages_are_refused(folders: dict[str, Path], headed: Path, tm
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
-def _run(rank: int, config: dict[str, Any], steps: int) -> Any:
+def _run(rank: int, config: dict[str, Any], steps: int, poison: bool = False) -> Any:
     from hybrid5d.engine.build import initialize
     from hybrid5d.train.rl_trainer import RLTrainer
     from hybrid5d.train.run_folder import RunFolder
@@ -272,6 +272,9 @@ def _run(rank: int, config: dict[str, Any], steps: int) -> Any:
     engine, folder = initialize(plan), RunFolder.of(plan)
     files = RolloutFiles(plan.config, 101)
     folder.path.mkdir(parents=True, exist_ok=True)
+    if poison:
+        assert engine.critic is not None
+        next(iter(engine.critic.module.parameters())).data.fill_(float("nan"))
     RLTrainer(engine, files, folder, resumed=resume(engine, folder, files)).run()
 
 
@@ -317,6 +320,12 @@ def test_a_resumed_run_goes_on_and_the_actor_waits(tmp_path: Path, folders: dict
     start = load_file(folders["llama"] / "model.safetensors")["model.norm.weight"]
     shard = load_file(root / "global_step_2/actor/model-pp00-tp00.safetensors")
     assert torch.equal(shard["weight/model.norm.weight"], start)
+    config["runner"]["experiment_name"] = "poisoned"
+    with pytest.raises(
+        RankFailure, match=r"step 1: actor: loss nan.*; critic: loss nan.*actor\.optim\.lr and critic\.optim\.lr"
+    ):
+        run_ranks(2, _run, config, 1, True)
+    config["runner"]["experiment_name"] = "broken"
     for folder in (tmp_path / "broken" / "checkpoints").glob("global_step_*"):
         (folder / "critic").rename(folder / "elsewhere")
     with pytest.raises(Exception, match="holds no critic, which this run trains") as caught:

@@ -64,10 +64,9 @@ class OptimizerGradients:
 
     def after_backward(self, products_only: bool = False) -> None:
         """Move `.grad` to where it accumulates; the bf16 optimizer's products are there already."""
-        if self._at and not products_only:
-            self.optimizer.update_hp_grads(clear_lp_grads=False)
-        elif self._at:
-            return
+        if self._at:
+            if not products_only:
+                self.optimizer.update_hp_grads(clear_lp_grads=False)
         elif self.optimizer.use_grad_accum_attribute:
             self.optimizer.fill_grad_accum_attribute()
 

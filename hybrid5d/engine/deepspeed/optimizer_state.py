@@ -136,8 +136,9 @@ class OptimizerState:
 
     def loss_scaler(self) -> dict[str, Any]:
         """The dynamic fp16 loss scale and its counters; empty where there is none."""
-        scaler = getattr(self.optimizer, "loss_scaler", None)
-        return {name: getattr(scaler, name) for name in _SCALER} if getattr(scaler, "dynamic", False) else {}
+        if not dynamic_scale(self.optimizer):
+            return {}
+        return {name: getattr(self.optimizer.loss_scaler, name) for name in _SCALER}
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
@@ -183,9 +184,10 @@ class OptimizerState:
 
     def set_loss_scaler(self, numbers: dict[str, Any]) -> None:
         """Restore what `loss_scaler` gave, where this run adapts its scale too; window and limits are its own."""
-        scaler = getattr(self.optimizer, "loss_scaler", None)
-        for name in _SCALER if getattr(scaler, "dynamic", False) else ():
-            setattr(scaler, name, numbers.get(name, getattr(scaler, name)))
+        if dynamic_scale(self.optimizer):
+            scaler = self.optimizer.loss_scaler
+            for name in _SCALER:
+                setattr(scaler, name, numbers.get(name, getattr(scaler, name)))
 
 
 def loss_scale(optimizer: Any) -> float:
