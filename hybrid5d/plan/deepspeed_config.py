@@ -16,7 +16,7 @@ from hybrid5d.errors import ConfigError, touches
 from hybrid5d.plan.batch import BatchPlan
 from hybrid5d.plan.deepspeed_keys import AUTO_MEANS_DEFAULT, FORBIDDEN, SECTIONS, TOP_LEVEL, TRACKERS
 from hybrid5d.plan.emitted import Emitted
-from hybrid5d.plan.lr import build_schedule
+from hybrid5d.plan.lr import LRSchedule
 
 _BLOCK = "actor.deepspeed"
 _A, _O, _S = "actor.", "actor.optim.", "actor.lr_sched."
@@ -72,12 +72,14 @@ def offload_ratio(config: RunConfig) -> float:
     return fraction if asked_zero_stage(config) == 3 else float(math.ceil(fraction))
 
 
-def emit_deepspeed(config: RunConfig, batch: BatchPlan, translation: bool) -> Emitted:
+def emit_deepspeed(
+    config: RunConfig, batch: BatchPlan, schedule: LRSchedule, precision: PrecisionPlan, translation: bool
+) -> Emitted:
     """Our part of the ds_config. `translation`: DeepSpeed feeds the trackers; in our runs our own metrics do."""
     e = Emitted()
     _emit_batch(e, config, batch)
     e.emit("gradient_clipping", config.actor.optim.clip_grad, f"{_O}clip_grad")
-    _emit_optimizer(e, config)
+    _emit_optimizer(e, config, schedule)
     _emit_zero(e, config)
     e.emit("data_types.grad_accum_dtype", "fp32")
     e.emit("communication_data_type", "fp32")
@@ -88,7 +90,7 @@ def emit_deepspeed(config: RunConfig, batch: BatchPlan, translation: bool) -> Em
     e.emit("timers.throughput.enabled", False, free=True)  # ours counts; DeepSpeed's synchronises the device
     if config.actor.optim.optimizer == "sgd":  # DeepSpeed knows torch's SGD only by this permission
         e.emit("zero_allow_untested_optimizer", True, free=True)
-    _emit_precision(e, config)
+    _emit_precision(e, precision)
     if translation:
         _emit_trackers(e, config)
     return e
@@ -111,7 +113,7 @@ def _emit_batch(e: Emitted, config: RunConfig, batch: BatchPlan) -> None:
     e.emit("gradient_accumulation_steps", batch.gradient_accumulation_steps, *rows, micro, *degrees)
 
 
-def _emit_optimizer(e: Emitted, config: RunConfig) -> None:
+def _emit_optimizer(e: Emitted, config: RunConfig, schedule: LRSchedule) -> None:
     optim, sched = config.actor.optim, config.actor.lr_sched
     sgd, path = optim.optimizer == "sgd", "optimizer.params"
     e.emit("optimizer.type", "SGD" if sgd else "AdamW", f"{_O}optimizer")
@@ -124,7 +126,7 @@ def _emit_optimizer(e: Emitted, config: RunConfig) -> None:
     ramp = sched.lr_decay_style != "constant" and sched.start_weight_decay is not None
     over = [f"{_O}weight_decay"] if ramp and sched.end_weight_decay is not None else []
     e.emit(
-        f"{path}.weight_decay", build_schedule(config, 1).weight_decay(0),
+        f"{path}.weight_decay", schedule.weight_decay(0),
         f"{_S}start_weight_decay" if ramp else f"{_O}weight_decay", over=over,
     )  # fmt: skip
     if not sgd:
@@ -156,8 +158,7 @@ def _emit_zero(e: Emitted, config: RunConfig) -> None:
         e.emit(f"{zero}.reduce_bucket_size", size, "actor.megatron.ddp_bucket_size", free=True)
 
 
-def _emit_precision(e: Emitted, config: RunConfig) -> None:
-    precision = plan_precision(config)
+def _emit_precision(e: Emitted, precision: PrecisionPlan) -> None:
     if precision.dtype != "fp32":
         e.emit(f"{precision.dtype}.enabled", True, _PRECISION)
     if precision.dtype != "fp16":

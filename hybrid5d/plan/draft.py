@@ -12,9 +12,10 @@ from hybrid5d.config.schema import RunConfig
 from hybrid5d.errors import ConfigError, ConfigErrors, touches
 from hybrid5d.hf.spec import ModelSpec
 from hybrid5d.plan.batch import BatchPlan, plan_batch
-from hybrid5d.plan.deepspeed_config import emit_deepspeed, merge_block
+from hybrid5d.plan.deepspeed_config import PrecisionPlan, emit_deepspeed, merge_block, plan_precision
 from hybrid5d.plan.emitted import Emitted
 from hybrid5d.plan.layout import ParallelLayout
+from hybrid5d.plan.lr import LRSchedule, build_schedule
 from hybrid5d.plan.model import ModelReading, read_model
 from hybrid5d.plan.pipeline import Schedule
 from hybrid5d.plan.stages import split_by_cost, split_layers
@@ -139,8 +140,18 @@ class Draft:
         return self._stages[1]
 
     @cached_property
+    def schedule(self) -> LRSchedule:
+        """Of the learning rate and the weight decay."""
+        return build_schedule(self.config, self.batch.global_batch_size)
+
+    @cached_property
+    def precision(self) -> PrecisionPlan:
+        """Number format, and fp16's loss scale."""
+        return plan_precision(self.config)
+
+    @cached_property
     def _deepspeed(self) -> tuple[Emitted, list[ConfigError]]:
-        emitted = emit_deepspeed(self.config, self.batch, self.translation)
+        emitted = emit_deepspeed(self.config, self.batch, self.schedule, self.precision, self.translation)
         return emitted, merge_block(emitted, self.config.actor.deepspeed, self.translation, self.unknown)
 
     @property

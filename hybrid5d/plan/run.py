@@ -11,11 +11,11 @@ from hybrid5d.errors import ConfigError, ConfigErrors, run_rules
 from hybrid5d.hf.spec import ModelSpec
 from hybrid5d.plan.batch import BatchPlan
 from hybrid5d.plan.critic import critic_config, critic_errors, critic_notices
-from hybrid5d.plan.deepspeed_config import PrecisionPlan, asked_zero_stage, plan_precision
+from hybrid5d.plan.deepspeed_config import PrecisionPlan, asked_zero_stage
 from hybrid5d.plan.draft import Draft, Purpose
 from hybrid5d.plan.emitted import Emitted
 from hybrid5d.plan.layout import ParallelLayout
-from hybrid5d.plan.lr import LRSchedule, build_schedule
+from hybrid5d.plan.lr import LRSchedule
 from hybrid5d.plan.notices import plan_notices
 from hybrid5d.plan.pipeline import Schedule
 from hybrid5d.plan.rules import RULES, RUN_RULES
@@ -121,8 +121,8 @@ def _plan(draft: Draft) -> RunPlan:
         batch=draft.batch,
         pipeline=draft.pipeline,
         stages=draft.stages,
-        schedule=build_schedule(config, draft.batch.global_batch_size),
-        precision=plan_precision(config),
+        schedule=draft.schedule,
+        precision=draft.precision,
         zero_stage=max(1, asked_zero_stage(config)),
         clip_grad=config.actor.optim.clip_grad,
         recompute=_recompute(config),

@@ -355,17 +355,15 @@ def test_dumped_text_reads_back_equal() -> None:
     assert parse_yaml(dump_yaml(tree), "t") == tree
 
 
-def test_importing_config_and_plan_is_fast_and_pure() -> None:
+def test_importing_config_and_plan_is_light_and_pure() -> None:
     code = (
-        "import sys, time; t = time.process_time(); import hybrid5d.load, "
-        "hybrid5d.plan.run, hybrid5d.plan.convert;"
-        "print(time.process_time() - t, [m for m in ('torch', 'deepspeed', "
-        "'transformers', 'numpy') if m in sys.modules])"
+        "import sys; import hybrid5d.load, hybrid5d.plan.run, hybrid5d.plan.convert;"
+        "print(len(sys.modules), [m for m in ('torch', 'deepspeed', 'transformers', 'numpy') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split(
         maxsplit=1
     )
-    assert float(out[0]) < 0.5 and out[1].strip() == "[]"
+    assert int(out[0]) < 700 and out[1].strip() == "[]"  # modules; torch alone would add 1,500
 
 
 def test_the_other_rank_order_is_the_same_without_a_pipeline(tmp_path: Path) -> None:

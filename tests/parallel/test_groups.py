@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,10 +13,8 @@ from tests.harness import run_ranks
 AXES = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp",), "pp": ("pp",), "dp_cp": ("dp", "cp"), "pp_tp": ("pp", "tp")}
 
 
-def _sums(rank: int, layout: ParallelLayout) -> tuple[dict[str, tuple[int, tuple[int, ...]]], float]:
-    started = time.time()
+def _sums(rank: int, layout: ParallelLayout) -> dict[str, tuple[int, tuple[int, ...]]]:
     ctx = ParallelContext.create(layout)
-    took = time.time() - started
     found = {}
     for name in AXES:
         axis = getattr(ctx, name)
@@ -27,7 +23,7 @@ def _sums(rank: int, layout: ParallelLayout) -> tuple[dict[str, tuple[int, tuple
             dist.all_reduce(x, group=axis.group)
         assert axis.ranks[axis.rank] == rank
         found[name] = (int(x), axis.ranks)
-    return found, took
+    return found
 
 
 def members_of(rank: int, layout: ParallelLayout, axes: tuple[str, ...]) -> list[int]:
@@ -47,8 +43,7 @@ def members_of(rank: int, layout: ParallelLayout, axes: tuple[str, ...]) -> list
     "layout", [ParallelLayout(pp=2, cp=2, tp=2), ParallelLayout(dp=2, cp=2, tp=2), ParallelLayout(pp=2, dp=2, tp=2)]
 )
 def test_sum_of_ranks_in_each_group(layout: ParallelLayout) -> None:
-    for rank, (found, took) in enumerate(run_ranks(8, _sums, layout)):
-        assert took < 20
+    for rank, found in enumerate(run_ranks(8, _sums, layout)):
         for name, axes in AXES.items():
             members = members_of(rank, layout, axes)
             assert found[name] == (sum(members), tuple(members))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -48,18 +47,15 @@ def run_yaml(tmp_path: Path) -> Path:
     return path
 
 
-def started(words: list[str], environ: dict[str, str] | None = None) -> tuple[int, list[str], float]:
-    """Exit code, lines of standard error, CPU-seconds."""
+def started(words: list[str], environ: dict[str, str] | None = None) -> tuple[int, list[str]]:
+    """Exit code, lines of standard error; one of them is TORCH where torch was imported."""
     worker = words[0] == "worker"
     program = _PROGRAM.format(module="hybrid5d.launch.worker" if worker else "hybrid5d.cli")
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-c", program, *words[worker:]], capture_output=True, text=True, timeout=60, cwd=REPO,
         env={**os.environ, **(environ or {})},
     )  # fmt: skip
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return done.returncode, done.stderr.splitlines(), used
+    return done.returncode, done.stderr.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -89,9 +85,9 @@ def started(words: list[str], environ: dict[str, str] | None = None) -> tuple[in
 )
 def test_faults_are_told_at_once(run_yaml: Path, procs: int, words: list[str], told: list[str]) -> None:
     """Key, value, rule, fix; nothing is started."""
-    code, lines, seconds = started(["train", str(run_yaml), "--num-procs", str(procs), *words])
+    code, lines = started(["train", str(run_yaml), "--num-procs", str(procs), *words])
     assert code == 2, lines
-    assert len(lines) == len(told) and seconds < 5
+    assert len(lines) == len(told)
     for line, start in zip(sorted(lines), sorted(told)):
         assert line.startswith(start) and "Fix: " in line
     assert not (run_yaml.parent / "out").exists()
@@ -107,14 +103,14 @@ def test_what_sounds_illegal_and_is_not(run_yaml: Path) -> None:
 
 @pytest.mark.parametrize("words", [["--frobnicate"], ["--local_rank=x"], []])
 def test_worker_refuses_unknown_words(run_yaml: Path, words: list[str]) -> None:
-    code, lines, _ = started(["worker", *(["--config", str(run_yaml)] if words else []), *words])
+    code, lines = started(["worker", *(["--config", str(run_yaml)] if words else []), *words])
     assert code == 2 and len(lines) == 1 and "TORCH" not in lines
 
 
 @pytest.mark.parametrize("spelling", ["--local_rank=0", "--local-rank=0"])
 def test_either_spelling_of_local_rank_and_a_wrong_override(run_yaml: Path, spelling: str) -> None:
     """The launchers' word is accepted, the user's mistake is named."""
-    code, lines, _ = started(["worker", spelling, "--config", str(run_yaml), "actor.optim.lrr=1e-3"])
+    code, lines = started(["worker", spelling, "--config", str(run_yaml), "actor.optim.lrr=1e-3"])
     assert code == 2 and len(lines) == 1
     assert "actor.optim.lrr" in lines[0] and "actor.optim.lr" in lines[0].split("Fix")[1]
 
@@ -123,13 +119,13 @@ def test_either_spelling_of_local_rank_and_a_wrong_override(run_yaml: Path, spel
 def test_rows_that_cannot_be_used_are_named_before_torch(run_yaml: Path, bad: str, told: str) -> None:
     rows = run_yaml.parent / "rows.jsonl"
     rows.write_text(rows.read_text() + bad + "\n")
-    code, lines, _ = started(["worker", "--config", str(run_yaml)])
+    code, lines = started(["worker", "--config", str(run_yaml)])
     assert code == 2 and len(lines) == 1 and f"rows.jsonl{told}" in lines[0]
 
 
 def test_accelerates_precision_is_compared(run_yaml: Path) -> None:
     environ = {"ACCELERATE_MIXED_PRECISION": "fp16"}
-    code, lines, _ = started(["worker", "--config", str(run_yaml), "actor.model.precision=bf16"], environ)
+    code, lines = started(["worker", "--config", str(run_yaml), "actor.model.precision=bf16"], environ)
     assert code == 2 and len(lines) == 1
     assert "actor.model.precision='bf16'" in lines[0] and "ACCELERATE_MIXED_PRECISION" in lines[0]
 
@@ -137,14 +133,14 @@ def test_accelerates_precision_is_compared(run_yaml: Path) -> None:
 def test_a_folder_that_cannot_be_written(run_yaml: Path) -> None:
     blocked = run_yaml.parent / "file"
     blocked.write_text("")
-    code, lines, _ = started(["train", str(run_yaml), "--num-procs", "1", f"runner.output_dir={blocked}"])
+    code, lines = started(["train", str(run_yaml), "--num-procs", "1", f"runner.output_dir={blocked}"])
     assert code == 2 and len(lines) == 1 and lines[0].startswith("runner.output_dir=")
 
 
 def test_unknown_launcher_and_missing_evaluation_data(run_yaml: Path) -> None:
-    code, lines, _ = started(["train", str(run_yaml), "--num-procs", "1", "--launcher", "mpirun"])
+    code, lines = started(["train", str(run_yaml), "--num-procs", "1", "--launcher", "mpirun"])
     assert code == 2 and "--launcher='mpirun'" in lines[0]
-    code, lines, _ = started(["train", str(run_yaml), "--num-procs", "2", "--launcher", "python"])
+    code, lines = started(["train", str(run_yaml), "--num-procs", "2", "--launcher", "python"])
     assert code == 2 and "starts one process" in lines[0]
-    code, lines, _ = started(["eval", str(run_yaml), "--num-procs", "1"])
+    code, lines = started(["eval", str(run_yaml), "--num-procs", "1"])
     assert code == 2 and lines[0].startswith("data.val_data_paths=None")
