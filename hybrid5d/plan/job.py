@@ -139,10 +139,16 @@ def played(schedule: Schedule, micro_batches: int) -> Played:
     pp, work = schedule.pp, 3 * schedule.chunks
     short = SHORT * pp + micro_batches % pp
     played_through = min(micro_batches, short)
-    times: Timeline = timeline(schedule, played_through, UNIT)
+    times = _short(schedule, played_through)
     makespan = times.makespan + work * (micro_batches - played_through)
     live = (micro_batches,) * pp if schedule.kind == "gpipe" else times.live
     return Played(makespan, 1 - work * micro_batches / makespan, live, times.idle_inside)
+
+
+@lru_cache(maxsize=4096)
+def _short(schedule: Schedule, micro_batches: int) -> Timeline:
+    """Shared by the long steps that are congruent."""
+    return timeline(schedule, micro_batches, UNIT)
 
 
 _stage_elements = lru_cache(maxsize=4096)(elements_on)
