@@ -7,7 +7,6 @@ A save is atomic: everything goes into `global_step_N.tmp`, is renamed when ever
 from __future__ import annotations
 
 import shutil
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +23,12 @@ from hybrid5d.checkpoint.start_weights import TensorFiles, zero_padding
 from hybrid5d.checkpoint.state import TrainState
 from hybrid5d.checkpoint.stored import fill_from_runs
 from hybrid5d.errors import CheckpointError, DamagedCheckpoint
-from hybrid5d.files import fresh_folder, old_of, publish, temporary_of, wait_until, write_whole
+from hybrid5d.files import crc32_of, fresh_folder, old_of, publish, temporary_of, wait_until, write_whole
 from hybrid5d.parallel.agree import gather_objects, together, world_axis
 from hybrid5d.parallel.shard import Piece, pieces_of
 
 SHARED_SECONDS = 40.0  # that a shared file system may take to show another host's files
-_SHARE = "checkpoints must be on a file system that all nodes share"
+_SHARE = "Fix: runner.output_dir must be on a file system that all nodes share"
 
 # --- saving ---------------------------------------------------------------------------------------------------------
 
@@ -73,7 +72,7 @@ def save_checkpoint(
 
     def arrive() -> None:
         if not wait_until(lambda: all((temporary / name).is_dir() for name in parts), root, SHARED_SECONDS):
-            raise CheckpointError(f"{temporary} of rank 0 is not seen here: {_SHARE}")
+            raise CheckpointError(f"{temporary} of rank 0 is not seen here. {_SHARE}")
 
     try:
         together(axis, arrive)
@@ -87,7 +86,7 @@ def save_checkpoint(
                 for name, part in parts.items():
                     folder, manifest = temporary / name, manifests[name]
                     if faults := _missing(folder, manifest):  # another node's files are not visible here
-                        raise CheckpointError("\n".join([*faults, f"{root}: {_SHARE}"]))
+                        raise CheckpointError("\n".join([*faults, f"{root}: not all files are seen by rank 0. {_SHARE}"]))
                     write_sidecar(part.plan, folder / files.SIDECAR)
                     write_whole(folder / files.MANIFEST, manifest.to_json())
                 publish(temporary, final)
@@ -208,9 +207,9 @@ def load_checkpoint(state: TrainState, directory: str | Path) -> Manifest:
     axis, access = world_axis(), state.optimizer
     folder = together(axis, lambda: files.whole_checkpoint(directory))
     manifest = together(axis, lambda: files.read_manifest(folder))
-    hashes = gather_objects(zlib.crc32(manifest.to_json().encode()), axis)
+    hashes = gather_objects(together(axis, lambda: crc32_of(folder / files.MANIFEST)), axis)
     if others := [rank for rank, value in enumerate(hashes) if value != hashes[0]]:
-        raise CheckpointError(f"{folder} is one checkpoint on rank 0 and another on rank {others[0]}: share the folder")
+        raise CheckpointError(f"{folder} is one checkpoint on rank 0 and another on rank {others[0]}. {_SHARE}")
     _check_fit(state, folder, manifest)
     mine = sorted(manifest.files)[axis.rank :: axis.size]
 

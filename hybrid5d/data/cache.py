@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib.metadata
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hybrid5d.console import package_version
 from hybrid5d.data.store import FORMAT_VERSION, TokenStore, open_store
 from hybrid5d.errors import DataError
 from hybrid5d.files import replacing
@@ -42,12 +42,7 @@ def content_hash(path: Path) -> str:
 
 def cache_key(contents: Iterable[str], recipe: dict[str, Any]) -> str:
     """Key of a store: what goes in (content hashes in order) and what is done to it (tokenizer, template, options)."""
-    versions = {}
-    for package in ("tokenizers", "transformers"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = ""
+    versions = {package: package_version(package) or "" for package in ("tokenizers", "transformers")}
     body = {"format": FORMAT_VERSION, "contents": list(contents), "recipe": recipe, "versions": versions}
     return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
 

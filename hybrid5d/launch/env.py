@@ -13,11 +13,11 @@ import sys
 import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from hybrid5d.config.dtypes import precision
+from hybrid5d.console import package_version
 from hybrid5d.devices import scheduler_variables, started_by
 from hybrid5d.errors import ConfigError, ConfigErrors
 from hybrid5d.plan.deepspeed_keys import TRACKERS
@@ -40,6 +40,11 @@ class LaunchEnv:
     local_rank: int = 0
     local_world_size: int = 1
     launcher: str = "python"
+
+    @property
+    def several_hosts(self) -> bool:
+        """Whether ranks of this job run elsewhere."""
+        return self.local_world_size < self.world_size
 
     @classmethod
     def read(cls, environ: Mapping[str, str], local_rank: int | None = None) -> LaunchEnv:
@@ -145,17 +150,11 @@ def _gpu() -> dict[str, Any]:
 
 def environment(env: LaunchEnv, device: str) -> dict[str, Any]:
     """Versions, machine, launcher and the variables that libraries read."""
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "python": platform.python_version(),
         "system": platform.platform(),
-        "packages": versions,
+        "packages": {name: found for name in _PACKAGES if (found := package_version(name)) is not None},
         "device": device,
         **(_gpu() if device.startswith("cuda") else {}),
         "cores": usable_cores(),

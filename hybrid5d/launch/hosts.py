@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from hybrid5d.console import ranks_text
 from hybrid5d.errors import HybridError
 from hybrid5d.launch.env import LaunchEnv
 
@@ -98,10 +99,9 @@ class Hosts:
         self, env: LaunchEnv, seconds: float, ended: Callable[[str], None], failure: Callable[[], str] = lambda: ""
     ):
         self.env, self.seconds, self.ended, self.failure = env, seconds, ended, failure
-        last = env.rank + env.local_world_size - 1
-        ranks = f"rank {env.rank}" if last == env.rank else f"ranks {env.rank} to {last}"
+        ranks = ranks_text(range(env.rank, env.rank + env.local_world_size))
         self.name = f"host {socket.gethostname()} ({ranks})"
-        self.active = env.local_rank == 0 and env.local_world_size < env.world_size
+        self.active = env.local_rank == 0 and env.several_hosts
         self._peers: list[_Peer] = []
         self._lock, self._stop, self._told = threading.Lock(), threading.Event(), False
 
@@ -130,11 +130,17 @@ class Hosts:
 
     def tell(self, text: str) -> None:
         """Tell the other hosts why this one ends. Once; nothing where this rank holds no link."""
+        self._lost(f"{self.name}: {text}")
+
+    def _lost(self, reason: str) -> bool:
+        """Tell all why the job ends, unless that was done; True where it was now."""
         with self._lock:
-            if not self._told and not self._stop.is_set():
-                self._told = True
-                for peer in self._peers:
-                    peer.say(_LOST, f"{self.name}: {text}")
+            if self._told or self._stop.is_set():
+                return False
+            self._told = True
+            for peer in self._peers:
+                peer.say(_LOST, reason)
+        return True
 
     # --- meeting ----------------------------------------------------------------------------------------------------
 
@@ -189,10 +195,7 @@ class Hosts:
             reason = reason or next(filter(None, map(self._silent, self._peers)), "")
             if self._stop.is_set():
                 return
-            if reason and not self._told:  # what we told ourselves comes back from rank 0's host
-                with self._lock:
-                    for peer in self._peers:
-                        peer.say(_LOST, reason)
+            if reason and self._lost(reason):  # what we told ourselves comes back from rank 0's host
                 self.ended(reason)
                 return
             if failure := self.failure():
@@ -215,7 +218,7 @@ class Hosts:
         """Why the job is over by what a peer says; "" where it goes on."""
         lines = peer.lines()
         if lines is None:
-            self._peers.remove(peer)
+            self._leave(peer)
             return f"{peer.name}: its processes are gone without a word"
         for line in lines:
             try:
@@ -223,8 +226,12 @@ class Hosts:
             except (ValueError, TypeError):
                 continue
             if kind == _BYE:
-                self._peers.remove(peer)
+                self._leave(peer)
                 return ""
             if kind == _LOST:
                 return " ".join(map(str, rest))
         return ""
+
+    def _leave(self, peer: _Peer) -> None:
+        with self._lock:  # the main thread may be telling them something
+            self._peers.remove(peer)

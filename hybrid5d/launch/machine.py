@@ -14,12 +14,14 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from hybrid5d.console import package_version
 from hybrid5d.context_parallel.kernels import available_kernels
 from hybrid5d.engine.deepspeed.distributed import device_type
 from hybrid5d.engine.deepspeed.ops import usable_ops
 from hybrid5d.launch.env import LaunchEnv, environment, gpu_facts, nccl_version
 from hybrid5d.models.dtypes import DTYPES
 from hybrid5d.shared_memory import unavailable
+from hybrid5d.shared_memory.segment import FOLDER
 
 GIB = 2**30
 HEAD_SIZE = 128
@@ -56,8 +58,8 @@ def machine() -> dict[str, Any]:
 
 def _collectives() -> dict[str, str]:
     reason = unavailable()
-    free = shutil.disk_usage("/dev/shm").free / GIB if os.path.isdir("/dev/shm") else 0.0
-    shm = f"usable, {free:.1f} GiB free in /dev/shm" if reason is None else f"not usable: {reason}"
+    free = shutil.disk_usage(FOLDER).free / GIB if os.path.isdir(FOLDER) else 0.0
+    shm = f"usable, {free:.1f} GiB free in {FOLDER}" if reason is None else f"not usable: {reason}"
     there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available() and torch.cuda.is_available()}
     return {"shm": shm, **{name: "usable" if here else "not usable" for name, here in there.items()}}
 
@@ -78,8 +80,6 @@ def extras() -> dict[str, str]:
     for match in filter(None, map(_EXTRA.match, requirements)):
         package, extra = match.groups()
         absent = missing.setdefault(extra, [])
-        try:
-            metadata.version(package)
-        except metadata.PackageNotFoundError:
+        if package_version(package) is None:
             absent.append(package)
     return {extra: f"missing: {', '.join(absent)}" if absent else "installed" for extra, absent in missing.items()}

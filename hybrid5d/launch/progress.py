@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from hybrid5d.console import ranks_text
+
 LEARNT_FACTOR, LEARNT_SECONDS = 20.0, 600.0
 OTHER_PHASES = 10.0  # a save, an evaluation, an export, rollouts, and the first step
 _STACK_LINES = 24
@@ -42,8 +44,8 @@ class Progress:
         now = time.monotonic()
         if self.where.startswith("step "):
             self._longest = max(self._longest or 0.0, now - self.since)
-        self.where, self.since, self.watched = where, now, True
-        if self.path is not None:
+        changed, self.where, self.since, self.watched = where != self.where, where, now, True
+        if self.path is not None and changed:
             with contextlib.suppress(OSError):
                 self.path.write_text(where)
 
@@ -88,12 +90,11 @@ def describe(folder: Path, ranks: Sequence[int]) -> str:
         groups.setdefault((where, state, stack), []).append(rank)
     lines = []
     for (where, state, stack), members in sorted(groups.items(), key=lambda item: (bool(item[0][2]), len(item[1]))):
-        name = f"rank {members[0]}" if len(members) == 1 else f"ranks {', '.join(map(str, members))}"
         if state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DISK_SLEEP):
             what = f"{where}; its process is in state {state!r} and cannot answer"
         else:
             what = where if stack else f"{where}; it does not answer: one call holds the interpreter"
-        lines += [f"  {name}: {what}", *(f"    {line}" for line in stack.splitlines())]
+        lines += [f"  {ranks_text(members)}: {what}", *(f"    {line}" for line in stack.splitlines())]
     return "\n".join(lines[:150])
 
 

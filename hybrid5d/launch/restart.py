@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from hybrid5d.checkpoint.manifest import read_manifest, resolve_resume
 from hybrid5d.console import say
 from hybrid5d.errors import EXIT_REFUSED, EXIT_STOPPED, CheckpointError
-from hybrid5d.launch.preflight import Argv, plan_run
-from hybrid5d.launch.start import launch
+from hybrid5d.launch.preflight import Argv
+from hybrid5d.launch.start import checked, launch
 from hybrid5d.train.run_folder import CHECKPOINTS, RunFolder
 
 _LONGEST_WAIT = 60.0
@@ -48,7 +48,10 @@ def supervise(argv: Argv, num_procs: int | None, launcher: str | None, restarts:
     Raises:
         HybridError: what `launch` raises.
     """
-    folder, starts = RunFolder.of(plan_run(argv, num_procs)[0]), 0
+    plan, starts = checked(argv, num_procs, launcher, "train")[0], 0
+    if (interval := plan.config.runner.save_interval) <= 0:
+        say(f"notice: runner.save_interval={interval} saves nothing: every start of --restarts {restarts} begins anew")
+    folder = RunFolder.of(plan)
     deaths, stopped = Deaths(restarts, newest_whole(folder)), threading.Event()
     while True:
         code = launch(argv, num_procs, launcher, stopped=stopped)

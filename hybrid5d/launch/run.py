@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hybrid5d.console import say
 from hybrid5d.data.build import eval_loader_from_plan, loader_from_plan, tokenizer_name
-from hybrid5d.data.loader import EvalLoader
+from hybrid5d.data.loader import EvalLoader, Loader
 from hybrid5d.launch.env import LaunchEnv, environment, settle_environment, threads_per_rank
 from hybrid5d.launch.watch import Job
 from hybrid5d.plan.draft import Purpose
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from hybrid5d.rl.prompts import PromptFiles
     from hybrid5d.rl.rollouts import RolloutFiles
     from hybrid5d.train.trainer import Resumed, Source
+
+    Training: TypeAlias = Loader | PromptFiles | RolloutFiles
 
 
 def train(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | None) -> int:
@@ -50,10 +52,7 @@ def train(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | None)
             )
     job.where = "reading the data"
     dp_rank = plan.layout.coordinate(job.env.rank).dp
-    rollouts = _rollouts(job.env, plan) if plan.config.is_rl else None
-    loader = loader_from_plan(plan, dp_rank) if rollouts is None else None
-    source: Source | None = loader if rollouts is None else rollouts
-    eval_loader = eval_loader_from_plan(plan, dp_rank) if _evaluates(plan) else None
+    source, eval_loader = sources(plan, job.env, "train", dp_rank)
     assert source is not None
     if first:
         say("\n".join(introduction(plan, job.env.world_size, source, notices)), sys.stdout)
@@ -63,7 +62,7 @@ def train(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | None)
     from hybrid5d.train.rl_trainer import RLTrainer
     from hybrid5d.train.trainer import Trainer
 
-    if rollouts is not None and needs_reference(plan.config.algorithm):
+    if plan.config.is_rl and needs_reference(plan.config.algorithm):
         engine.keep_reference()  # before a checkpoint is loaded: the reference is the model of model_path
     resumed = _resume(job, engine, folder, source)
     if first:
@@ -73,11 +72,10 @@ def train(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | None)
     note, job.grace_seconds, job.progress.timeout = (
         job.progress.note, plan.config.runner.grace_seconds, plan.config.runner.hang_timeout,
     )  # fmt: skip
-    if rollouts is not None:
-        trainer: Trainer = RLTrainer(engine, rollouts, folder, resumed=resumed, note=note, requests=job.requests)
+    if isinstance(source, Loader):
+        trainer = Trainer(engine, source, folder, eval_loader=eval_loader, note=note, requests=job.requests)
     else:
-        assert loader is not None
-        trainer = Trainer(engine, loader, folder, eval_loader=eval_loader, note=note, requests=job.requests)
+        trainer = RLTrainer(engine, source, folder, resumed=resumed, note=note, requests=job.requests)
     result = trainer.run()
     _barrier()
     if first:
@@ -95,7 +93,8 @@ def evaluate(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | No
         if run_dir is None:
             target.prepare_evaluation(plan)
     job.where = "reading the data"
-    loader = eval_loader_from_plan(plan, plan.layout.coordinate(job.env.rank).dp)
+    _, loader = sources(plan, job.env, "eval", plan.layout.coordinate(job.env.rank).dp)
+    assert loader is not None
     if first:
         say("\n".join(introduction(plan, job.env.world_size, loader, notices)), sys.stdout)
     engine = _build(job, plan, val_data_paths=loader)
@@ -103,8 +102,13 @@ def evaluate(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | No
     from hybrid5d.train import trainer
 
     source = _resume(job, engine, folder).source
-    job.where = "evaluation"
-    result = trainer.evaluate(engine, loader)
+    job.progress.timeout = plan.config.runner.hang_timeout
+
+    def left() -> bool:
+        job.progress.note("evaluation")  # each batch is progress
+        return False
+
+    result = trainer.evaluate(engine, loader, left)
     assert result is not None
     if first:
         say(f"eval of {source or plan.config.actor.model.model_path}: {result}", sys.stdout)
@@ -126,12 +130,14 @@ def _rollouts(env: LaunchEnv, plan: RunPlan) -> RolloutFiles | PromptFiles:
     return RolloutFiles(plan.config, plan.model.vocab_size)
 
 
-def sources(plan: RunPlan, env: LaunchEnv, purpose: Purpose) -> tuple[Source | None, EvalLoader | None]:
-    """What rank 0 trains on and evaluates on; None where it does not. Reads the data."""
+def sources(
+    plan: RunPlan, env: LaunchEnv, purpose: Purpose, dp_rank: int = 0
+) -> tuple[Training | None, EvalLoader | None]:
+    """What a dp rank trains on and evaluates on; None where it does not. Reads the data."""
     if purpose == "eval":
-        return None, eval_loader_from_plan(plan, 0)
-    training = _rollouts(env, plan) if plan.config.is_rl else loader_from_plan(plan, 0)
-    return training, eval_loader_from_plan(plan, 0) if _evaluates(plan) else None
+        return None, eval_loader_from_plan(plan, dp_rank)
+    training = _rollouts(env, plan) if plan.config.is_rl else loader_from_plan(plan, dp_rank)
+    return training, eval_loader_from_plan(plan, dp_rank) if _evaluates(plan) else None
 
 
 def _evaluates(plan: RunPlan) -> bool:

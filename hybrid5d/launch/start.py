@@ -48,7 +48,7 @@ def launch(
     Raises:
         ConfigErrors: everything that is wrong, before anything is started.
     """
-    plan, notices, chosen = _checked(argv, num_procs, launcher, purpose)
+    plan, notices, chosen = checked(argv, num_procs, launcher, purpose)
     count, evaluate = plan.layout.world_size, purpose == "eval"
     folder = _folder(plan, purpose)
     lock = take(folder.path, "launcher")
@@ -83,10 +83,11 @@ def dry_run(argv: Argv, num_procs: int | None, launcher: str | None, purpose: Pu
     Raises:
         HybridError: what `launch` would raise.
     """
-    plan, notices, chosen = _checked(argv, num_procs, launcher, purpose)
+    plan, notices, chosen = checked(argv, num_procs, launcher, purpose)
     folder, count = _folder(plan, purpose), plan.layout.world_size
     if fault := folder.unwritable():
         raise ConfigErrors([fault])
+    RunFolder.of(plan).source(plan)
     from hybrid5d.launch.run import introduction, sources  # numpy, and torch for RL
 
     training, held_out = sources(plan, LaunchEnv(world_size=count, local_world_size=count), purpose)
@@ -97,10 +98,14 @@ def dry_run(argv: Argv, num_procs: int | None, launcher: str | None, purpose: Pu
     return "\n".join([*lines, f"dry run: {chosen} would start {count} process{'es' if count > 1 else ''}"])
 
 
-def _checked(
+def checked(
     argv: Argv, num_procs: int | None, launcher: str | None, purpose: Purpose
 ) -> tuple[RunPlan, Sequence[str], str]:
-    """The plan, what the user should know, and the launcher."""
+    """The plan, what the user should know, and the launcher: all that a start can be refused for by its settings.
+
+    Raises:
+        ConfigErrors: everything that is wrong.
+    """
     faults = _launcher_faults(launcher, num_procs)
     try:
         plan, notices = plan_run(argv, num_procs, purpose)

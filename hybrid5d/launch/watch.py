@@ -150,7 +150,7 @@ class Job:
     def _wait_for_a_cause(self) -> None:
         """A connection that broke may be another host's failure: it is told first, and comes within a moment."""
         deadline = time.monotonic() + CAUSE_SECONDS
-        while self.several_hosts and time.monotonic() < deadline and not self._failed() and not self.gone():
+        while self.env.several_hosts and time.monotonic() < deadline and not self._failed() and not self.gone():
             time.sleep(0.1)
 
     # --- the others -------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class Job:
         while time.monotonic() < deadline and not all((self.folder / f"{r}.{STACK}").exists() for r in ranks):
             time.sleep(0.1)
         self._tell(f"{text}:\n{describe(self.folder, ranks)}")
-        if self.several_hosts:
+        if self.env.several_hosts:
             time.sleep(CAUSE_SECONDS)  # the other hosts hear of it by the first rank of this one
         end_processes(self.folder)
         os._exit(EXIT_FAILED)
@@ -278,11 +278,6 @@ class Job:
         return True
 
     # --- other hosts ------------------------------------------------------------------------------------------------
-
-    @property
-    def several_hosts(self) -> bool:
-        """Whether ranks of this job run elsewhere."""
-        return self.env.local_world_size < self.env.world_size
 
     def connect(self, store: Store, seconds: float) -> None:
         """Hear the other hosts from here on: one that is silent for so long, gone or failed ends the job here too.

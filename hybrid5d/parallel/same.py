@@ -11,11 +11,11 @@ import platform
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
 from typing import Any
 
 import torch.distributed as dist
 
+from hybrid5d.console import package_version, ranks_text
 from hybrid5d.errors import ConfigError, ConfigErrors
 
 _PACKAGES = ("hybrid5d", "torch", "deepspeed", "numpy", "tokenizers")
@@ -34,10 +34,7 @@ def of_this_process() -> dict[str, str]:
     found = {f"environment: {name}": os.environ[name] for name in _VARIABLES if name in os.environ}
     found["version of python"] = platform.python_version()
     for package in _PACKAGES:
-        try:
-            found[f"version of {package}"] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[f"version of {package}"] = "none"
+        found[f"version of {package}"] = package_version(package) or "none"
     return found
 
 
@@ -74,14 +71,7 @@ def _places(ranks: Sequence[int], reports: Sequence[tuple[str, Facts]]) -> str:
     hosts: dict[str, list[int]] = {}
     for rank in ranks:
         hosts.setdefault(reports[rank][0], []).append(rank)
-    return " and ".join(f"{host} ({_span(mine)})" for host, mine in hosts.items())
-
-
-def _span(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    whole = list(ranks) == list(range(ranks[0], ranks[-1] + 1))
-    return f"ranks {ranks[0]} to {ranks[-1]}" if whole else f"ranks {', '.join(map(str, ranks))}"
+    return " and ".join(f"{host} ({ranks_text(mine)})" for host, mine in hosts.items())
 
 
 def compare(store: dist.Store, rank: int, world: int, facts: Facts, host: str | None = None) -> None:

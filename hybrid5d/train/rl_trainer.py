@@ -12,7 +12,7 @@ from hybrid5d.engine.engine import Engine
 from hybrid5d.engine.results import StepResult
 from hybrid5d.errors import ConfigError, ConfigErrors
 from hybrid5d.hf.folder import weights_fingerprint
-from hybrid5d.parallel.agree import together, world_axis
+from hybrid5d.parallel.agree import gather_objects, together, world_axis
 from hybrid5d.rl.generate import Player
 from hybrid5d.rl.prompts import PromptFiles
 from hybrid5d.rl.rollouts import Rollout, RolloutFiles
@@ -27,11 +27,16 @@ REFERENCE = "reference"  # of a checkpoint's state: which weights the KL compare
 
 
 def _reference(config: RunConfig, resumed: Resumed) -> str | None:
-    """What tells the weights of the KL's reference from others; None where nothing compares with them."""
+    """What tells the weights of the KL's reference from others; None where nothing compares with them.
+
+    Collective over the world: rank 0 reads.
+    """
     folder = config.actor.model.model_path
     if not needs_reference(config.algorithm) or folder is None:
         return None
-    now, then = weights_fingerprint(folder), resumed.state.get(REFERENCE)
+    axis = world_axis()
+    mine = together(axis, lambda: weights_fingerprint(folder) if axis.rank == 0 else None)
+    now, then = gather_objects(mine, axis)[0], resumed.state.get(REFERENCE)
     if then is not None and then != now:
         rule = "the KL's reference is the model that the run began with, and this folder holds other weights now"
         raise ConfigErrors([ConfigError("actor.model.model_path", folder, rule, "put them back")])
@@ -56,7 +61,7 @@ class RLTrainer(Trainer):
         self.rollouts, self.update = rollouts, PolicyUpdate(engine)
         self.player = Player(engine, rollouts) if isinstance(rollouts, PromptFiles) else None
         self.start_step = self._done = resumed.step
-        self._reference = together(world_axis(), lambda: _reference(engine.plan.config, resumed))
+        self._reference = _reference(engine.plan.config, resumed)
         self.validation: list[float] = []
         self._spoke = time.perf_counter()
         self._saved_at = resumed.step or None

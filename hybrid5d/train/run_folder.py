@@ -83,7 +83,9 @@ class RunFolder:
 
         Raises:
             ConfigErrors: the directory cannot be made or written.
+            CheckpointError: as `source` of the run's folder does; nothing was touched.
         """
+        RunFolder.of(plan).source(plan)
         try:
             self._forget_result()
             write_files(self.path, plan_files(plan, self.path))

@@ -276,6 +276,9 @@ def _two_hosts(rank: int, layout: Layout, folder: str, places: list[str]) -> str
     return _load_error(rank, layout, folder, places[rank])
 
 
+SHARE = "Fix: runner.output_dir must be on a file system that all nodes share"
+
+
 def test_hosts_that_see_different_checkpoints_are_refused(saved: Path, model: Path, tmp_path: Path) -> None:
     """Two copies, of which one is of another moment: all its own checksums are right."""
     other = tmp_path / saved.name
@@ -283,7 +286,7 @@ def test_hosts_that_see_different_checkpoints_are_refused(saved: Path, model: Pa
     manifest = next(other.rglob("manifest.json"))
     manifest.write_text(manifest.read_text().replace('"epoch": 3', '"epoch": 4'))
     lines = run_ranks(2, _two_hosts, Layout(tp=2), str(model), [str(saved), str(other)])
-    assert all(line.endswith("is one checkpoint on rank 0 and another on rank 1: share the folder") for line in lines)
+    assert all(line.endswith("is one checkpoint on rank 0 and another on rank 1. " + SHARE) for line in lines)
 
 
 def test_another_model_or_optimizer_is_refused_with_both_layouts(saved: Path, model: Path, tmp_path: Path) -> None:

@@ -29,16 +29,24 @@ def test_it_reads_the_data_and_starts_and_writes_nothing(tmp_path: Path) -> None
 def test_it_refuses_what_a_start_refuses(tmp_path: Path) -> None:
     run = write_run(tmp_path)
     (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
     for words, said in (
         (["actor.global_batch_size=7", "--num-procs", "2"], "global batch 7 is not a multiple"),
         (["--launcher", "python", "--num-procs", "2"], "plain python starts one process"),
         ([f"runner.output_dir={tmp_path}/file"], "cannot be written"),
         ([f"data.train_data_paths=[{tmp_path}/none.jsonl]"], "none.jsonl"),
         (["actor.model.vocab=3"], "actor.model.vocab"),
+        ([f"runner.resume_dir={tmp_path}/empty"], "empty holds no complete checkpoint"),
     ):
         done = hybrid5d("train", run, *words, "--dry-run")
         assert done.returncode == 2, (words, done.stdout)
         assert said in done.stderr and done.stdout == ""
+    held_out, empty = f"data.val_data_paths=[{tmp_path}/rows.jsonl]", f"runner.resume_dir={tmp_path}/empty"
+    with mock.patch.object(start, "_run", side_effect=AssertionError("a launcher was started")):
+        for words in (["--dry-run"], []):
+            done = hybrid5d("eval", run, held_out, empty, *words)
+            assert done.returncode == 2 and "holds no complete checkpoint" in done.stderr
+    assert not (tmp_path / "run" / "eval" / "resolved.yaml").exists()
 
 
 def test_a_dry_run_has_nothing_to_restart(tmp_path: Path) -> None:

@@ -92,6 +92,33 @@ def test_an_rl_step_has_a_steps_limit_and_its_rollouts_that_of_a_phase(monkeypat
     assert limits == [300, 300, 300, 30, 300, 30]
 
 
+def test_each_batch_of_an_evaluation_on_its_own_is_progress_within_the_stated_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hybrid5d.launch import run
+    from hybrid5d.launch.env import LaunchEnv
+    from hybrid5d.launch.preflight import Argv, plan_run
+    from hybrid5d.launch.watch import Job
+    from hybrid5d.train import trainer
+
+    held_out = f"data.val_data_paths=[{tmp_path}/a/rows.jsonl]"
+    plan, _ = plan_run(Argv(write_run(tmp_path / "a"), (held_out, "runner.hang_timeout=7")), 1, "eval")
+    job, limits = Job(LaunchEnv()), []
+
+    def evaluate(engine: Any, loader: Any, left: Any) -> Any:
+        limits.append(job.progress.overdue)
+        job.progress.since -= 1e6
+        assert left() is False
+        limits.append((job.progress.overdue, job.progress.limit, job.progress.watched))
+        return trainer.Evaluation(1.0, 2, 3)
+
+    monkeypatch.setattr(trainer, "evaluate", evaluate)
+    monkeypatch.setattr(run, "_build", lambda *_, **__: SimpleNamespace(global_step=0))
+    monkeypatch.setattr(run, "_resume", lambda *_: SimpleNamespace(source=None))
+    assert run.evaluate(job, plan, [], None) == 0
+    assert limits == [None, (None, 70.0, True)]
+
+
 def test_the_odd_ranks_come_first_and_equal_ones_are_one(tmp_path: Path) -> None:
     stopped = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     stopped.send_signal(signal.SIGSTOP)

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from hybrid5d.errors import ConfigErrors
 from hybrid5d.launch import restart
 from hybrid5d.launch.preflight import Argv
 from hybrid5d.launch.restart import Deaths, newest_whole
@@ -104,3 +105,16 @@ def test_a_run_that_was_to_stop_is_not_started_again_whatever_its_code(
     monkeypatch.setattr(restart, "launch", launch)
     monkeypatch.setattr(restart, "_sleep", lambda seconds: None)
     assert restart.supervise(Argv(path, ()), None, None, 5) == 137 and codes == [0]
+
+
+def test_restarts_without_checkpoints_are_said_and_a_wrong_start_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path / "a")
+    monkeypatch.setattr(restart, "launch", lambda *_, **__: 0)
+    assert restart.supervise(Argv(path, ("runner.save_interval=2",)), None, None, 5) == 0
+    assert capfd.readouterr().err == ""
+    assert restart.supervise(Argv(path, ()), None, None, 5) == 0
+    assert "runner.save_interval=-1 saves nothing: every start of --restarts 5 begins anew" in capfd.readouterr().err
+    with pytest.raises(ConfigErrors, match="--launcher"):
+        restart.supervise(Argv(path, ()), None, "slurm", 5)
