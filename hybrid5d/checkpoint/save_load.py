@@ -86,7 +86,7 @@ def save_checkpoint(
                 for name, part in parts.items():
                     folder, manifest = temporary / name, manifests[name]
                     if faults := _missing(folder, manifest):  # another node's files are not visible here
-                        raise CheckpointError("\n".join([*faults, f"{root}: not all files are seen by rank 0. {_SHARE}"]))
+                        raise CheckpointError("\n".join([*faults, f"{root} is not the same to all hosts. {_SHARE}"]))
                     write_sidecar(part.plan, folder / files.SIDECAR)
                     write_whole(folder / files.MANIFEST, manifest.to_json())
                 publish(temporary, final)

@@ -108,6 +108,11 @@ class RunnerConfig(Block):
     on_save_error: Literal["stop", "continue"] = key(
         "stop", "a checkpoint that cannot be written ends the run, or is said and left out", to="on_save_error"
     )
+    on_nonfinite: Literal["stop", "skip"] = key(
+        "stop",
+        "a step whose loss or gradients are not finite changes nothing and ends the run, or is said and skipped",
+        to="on_nonfinite",
+    )
     val_check_interval: Int = key(
         -1, "evaluate every so many steps, and before and after training; <= 0: never", "steps", to="val_check_interval"
     )

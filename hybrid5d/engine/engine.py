@@ -23,7 +23,7 @@ from hybrid5d.checkpoint.save_load import Saved, load_checkpoint, save_checkpoin
 from hybrid5d.checkpoint.state import TrainState
 from hybrid5d.context_parallel import choose_kernel
 from hybrid5d.data.types import Document, MicroBatch, StepBatch
-from hybrid5d.engine.collate import SequenceOptions, local_batch
+from hybrid5d.engine.collate import SequenceOptions, local_batch, valid_tokens
 from hybrid5d.engine.deepspeed.adapter import PipelineAdapter, PlainAdapter, build_adapter
 from hybrid5d.engine.deepspeed.distributed import current_device, transport
 from hybrid5d.engine.deepspeed.optimizer_state import OptimizerState, loss_scale
@@ -51,7 +51,7 @@ from hybrid5d.generation import Generated, Generator, Request, Sampling, Stage
 from hybrid5d.hf.spec import ModelSpec
 from hybrid5d.models.batch import LocalBatch
 from hybrid5d.models.dtypes import DTYPES
-from hybrid5d.parallel.agree import together, world_axis
+from hybrid5d.parallel.agree import gather_objects, together, world_axis
 from hybrid5d.parallel.collectives import max_scalars
 from hybrid5d.parallel.context import ParallelContext
 from hybrid5d.plan.run import RunPlan
@@ -68,8 +68,8 @@ class Engine:
         ds: the DeepSpeed engine, for what has no method here.
         critic: PPO's value model on the same ranks, in a layout of its own; saved and loaded with this engine.
         global_step: steps done: batches trained on.
-        skipped_steps: those of them that changed nothing (fp16 overflows); the schedules of learning rate and weight
-            decay do not count them.
+        skipped_steps: those of them that changed nothing (loss or gradients not finite); the schedules of learning
+            rate and weight decay do not count them.
     """
 
     def __init__(
@@ -124,14 +124,17 @@ class Engine:
         total = float(self.ds.train_step(local, scales))
         loss, metrics = self._reduced(total, local, scales, counts, objective)
         norm = self.ds.get_global_grad_norm()
-        skipped = bool(getattr(self.ds.optimizer, "overflow", False))
+        skipped = bool(self.ds.optimizer.overflow)
         self.global_step += 1
         self.skipped_steps += skipped
+        adapts = skipped and self.plan.precision.adapts(scale)
         return StepResult(
             **self._about(batch, counts, loss, metrics, started),
             grad_norm=float("nan") if norm is None else float(norm),
             lr=lr,
             skipped=skipped,
+            skipped_steps=self.skipped_steps,
+            origin=self._origin(batch, local, scales) if skipped and not adapts else None,
             loss_scale=scale,
         )
 
@@ -260,6 +263,19 @@ class Engine:
         by = [max(counts.valid, 1)] * len(rule.means) + [self._divisor * (objective.factor or 1.0)] * len(rule.parts)
         metrics = {name: x / n for name, x, n in zip((*rule.means, *rule.parts), sums[1:], by)}
         return sums[0] / self._divisor, metrics
+
+    def _origin(self, batch: StepBatch, local: Sequence[LocalBatch], scales: Sequence[float]) -> str:
+        """Where a step that was skipped went wrong, by running it again. Collective over the world."""
+        mine = self.ds.inspect(local, scales)
+        found = [fault for fault in gather_objects((mine, self.ctx.rank) if mine else None, world_axis()) if fault]
+        if not found:
+            return "run again, every tensor is finite: a sum over ranks or micro-batches was not, or the hardware erred"
+        first, rank = min(found)
+        text = ""
+        if rank == self.ctx.rank and first.micro >= 0:
+            rows = [str(d.row_id) for row in batch.micro_batches[first.micro] for d in row if valid_tokens(((d,),))]
+            text = f", micro-batch {first.micro + 1} of {len(local)} (rows {', '.join(rows) or 'without labels'})"
+        return f"rank {rank}{gather_objects(text, world_axis())[rank]}: {first.what} is not finite"
 
     def _about(
         self, batch: StepBatch, counts: Counts, loss: float, metrics: dict[str, float], started: float

@@ -39,7 +39,9 @@ class StepResult(BatchResult):
     Attributes:
         grad_norm: global L2 norm before clipping.
         lr: learning rate this step used.
-        skipped: fp16 overflow; the weights did not change.
+        skipped: loss or gradients were not finite: weights, moments and schedule did not change.
+        skipped_steps: such steps so far.
+        origin: of such a step that no smaller loss scale can mend: rank, rows and first tensor that was not finite.
         loss_scale: fp16: what the loss was multiplied by in this step.
         critic: the critic's own step, where RL trains one.
     """
@@ -47,6 +49,8 @@ class StepResult(BatchResult):
     grad_norm: float
     lr: float
     skipped: bool = False
+    skipped_steps: int = 0
+    origin: str | None = None
     loss_scale: float | None = None
     critic: StepResult | None = None
 

@@ -41,6 +41,11 @@ class PrecisionPlan:
         """True where fp16 adapts its scale."""
         return self.dtype == "fp16" and self.loss_scale is None
 
+    def adapts(self, loss_scale: float | None) -> bool:
+        """Whether an overflow under this scale is mended by a smaller one; a constant scale skips the batch."""
+        least = self.least_loss_scale if self.dynamic_loss_scale else 0
+        return self.dtype == "fp16" and (loss_scale or 0.0) > least
+
     @property
     def least_loss_scale(self) -> int:
         """`min_loss_scale` as DeepSpeed takes it: an integer from 1 on."""

@@ -151,7 +151,9 @@ class Critic:
         own = self.engine.train_batch(minibatch(documents, rl_step, self.options), self.objective)
         about = {"critic_loss": own.loss, "critic_grad_norm": own.grad_norm, "critic_lr": own.lr}
         if own.loss_scale is not None:
-            about |= {"critic_loss_scale": own.loss_scale, "critic_skipped": float(own.skipped)}
+            about |= {"critic_loss_scale": own.loss_scale}
+        if own.skipped or own.loss_scale is not None:
+            about |= {"critic_skipped": float(own.skipped)}
         return replace(
             actor,
             critic=own,

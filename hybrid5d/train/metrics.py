@@ -34,6 +34,8 @@ def step_record(result: StepResult) -> dict[str, Any]:
         record["loss_scale"] = result.loss_scale
     if result.skipped:
         record["skipped"] = True
+    if result.skipped_steps:
+        record["skipped_steps"] = result.skipped_steps
     return record
 
 

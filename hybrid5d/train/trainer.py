@@ -17,7 +17,6 @@ from hybrid5d.engine.results import StepResult
 from hybrid5d.errors import EXIT_FAILED, EXIT_STOPPED, CheckpointError, DamagedCheckpoint, HybridError
 from hybrid5d.parallel.agree import gather_objects, together, world_axis
 from hybrid5d.parallel.collectives import max_scalars
-from hybrid5d.plan.deepspeed_config import PrecisionPlan
 from hybrid5d.train.metrics import Console, JsonLines, Tracker, duration, open_trackers, step_record
 from hybrid5d.train.requests import Request, Requests
 from hybrid5d.train.run_folder import CHECKPOINTS, EVALS, HF, METRICS, RunFolder
@@ -25,6 +24,7 @@ from hybrid5d.train.run_folder import CHECKPOINTS, EVALS, HF, METRICS, RunFolder
 if TYPE_CHECKING:
     from hybrid5d.engine.engine import Engine
 
+MOST_SKIPPED = 10  # steps in a row that `runner.on_nonfinite: skip` takes for bad luck
 DATA, RL_STEP = "data", "rl_step"  # of a checkpoint's state: the loader's identity, RL steps done
 
 
@@ -39,12 +39,6 @@ class Source(Protocol):
 
 def _finite(result: StepResult) -> bool:
     return math.isfinite(result.loss) and math.isfinite(result.grad_norm)
-
-
-def _adapts(result: StepResult, precision: PrecisionPlan) -> bool:
-    """An fp16 overflow that a smaller loss scale may mend; a constant scale has skipped one batch."""
-    least = precision.least_loss_scale if precision.dynamic_loss_scale else 0
-    return result.skipped and (result.loss_scale or 0.0) > least
 
 
 class TrainingError(HybridError):
@@ -181,6 +175,7 @@ class Trainer:
         self.console = Console(self.first, loader.total_steps)
         self.start_step = engine.global_step
         self._saved_at: int | None = self.start_step or None
+        self._skipped = 0  # steps in a row that were not finite
         self._evaluations: list[Evaluation] = []
         self._metrics: JsonLines | None = None
         self._evals: JsonLines | None = None
@@ -240,7 +235,7 @@ class Trainer:
         return result
 
     def _log(self, result: StepResult) -> None:
-        """A line of metrics.jsonl; numbers that are not finite end the run."""
+        """A line of metrics.jsonl; numbers that are not finite end the run, or are said: `runner.on_nonfinite`."""
         record = step_record(result)
         if self._metrics is not None:
             self._metrics.write(record)
@@ -248,14 +243,27 @@ class Trainer:
         models = [("actor", result, self.engine.plan.precision)]
         if result.critic is not None and self.engine.critic is not None:
             models.append(("critic", result.critic, self.engine.critic.plan.precision))
-        lost = [(name, of) for name, of, precision in models if not (_finite(of) or _adapts(of, precision))]
-        if lost:
-            numbers = "; ".join(f"{name}: loss {of.loss}, gradient norm {of.grad_norm}" for name, of in lost)
-            rates = " and ".join(f"{name}.optim.lr" for name, _ in lost)
-            raise TrainingError(
-                f"step {result.step}: {numbers}; the last good state is {self._last_good()}. "
-                f"Fix: a lower {rates}, a longer warm-up, or other data"
-            )
+        lost = [
+            (name, of) for name, of, precision in models
+            if not (_finite(of) or (of.skipped and precision.adapts(of.loss_scale)))
+        ]  # fmt: skip
+        if not lost:
+            self._skipped = 0
+            return
+        numbers = "; ".join(
+            f"{name}: loss {of.loss}, gradient norm {of.grad_norm}{f', {of.origin}' if of.origin else ''}"
+            for name, of in lost
+        )
+        self._skipped += 1
+        if self.runner.on_nonfinite == "skip" and all(of.skipped for _, of in lost) and self._skipped < MOST_SKIPPED:
+            self.console.say(f"notice: step {result.step} is skipped, nothing of the model changed: {numbers}")
+            return
+        rates = " and ".join(f"{name}.optim.lr" for name, _ in lost)
+        again = f", the {self._skipped}th such step in a row" if self._skipped > 1 else ""
+        raise TrainingError(
+            f"step {result.step}{again}: {numbers}; the last good state is {self._last_good()}. "
+            f"Fix: a lower {rates}, a longer warm-up, or other data"
+        )
 
     @property
     def done(self) -> int:

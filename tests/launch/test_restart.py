@@ -87,6 +87,7 @@ def test_a_run_that_gets_nowhere_is_given_up(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 9 and sys.executable
     lines = [line for line in done.stderr.splitlines() if "start" in line]
+    assert lines.pop(0).startswith("notice: runner.save_interval=-1 saves nothing")
     assert lines[0] == "restart 1, in 1 s, from where it began: there is no whole checkpoint"
     assert lines[-1] == "no further start: ended 2 times with no new whole checkpoint (--restarts 1)"
 

@@ -14,6 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor, nn
 
+from hybrid5d.engine.deepspeed.nonfinite import END, Inspected
 from hybrid5d.engine.deepspeed.optimizer_state import dynamic_scale, loss_scale
 from hybrid5d.engine.deepspeed.pipeline_adapter import PipelineAdapter
 from hybrid5d.engine.deepspeed.pipeline_module import HybridPipelineModule
@@ -23,16 +24,20 @@ from hybrid5d.parallel.context import ParallelContext
 from hybrid5d.plan.run import RunPlan
 
 
-class PlainAdapter(DeepSpeedEngine):
+class PlainAdapter(Inspected, DeepSpeedEngine):
     """The plain engine at pp 1 for ZeRO 2 and 3, which reduce gradients while backward runs.
 
     Partial gradients are therefore summed over tp in the backward pass itself, as the layers do by default
     (deepspeed.md: Sums over tp).
     """
 
+    products = False
+
     def __init__(self, ctx: ParallelContext, **kwargs: Any):
         super().__init__(**kwargs)
         self.ctx = ctx
+        if hasattr(self.optimizer, "check_grad_overflow"):  # off in bf16 (deepspeed.md: Skipped steps)
+            self.optimizer.check_grad_overflow = True
         if self.zero_optimization_stage() == 3:
             self._count_replicas_once()
 
@@ -60,15 +65,19 @@ class PlainAdapter(DeepSpeedEngine):
 
     def train_step(self, batches: Sequence[LocalBatch], scales: Sequence[float]) -> Tensor:
         self.module.train()
-        total = torch.zeros((), dtype=torch.float32, device=self.device)
+        self.total_loss = torch.zeros((), dtype=torch.float32, device=self.device)
         for i, (batch, scale) in enumerate(zip(batches, scales, strict=True)):
             self.set_gradient_accumulation_boundary(i == len(batches) - 1)
             batch.upstream = _upstream(self, scale)
+            if self.inspector is not None:
+                self.inspector.begin(i, batch)
             loss = DeepSpeedEngine.forward(self, None, batch) * scale
-            total += loss.detach().float()
+            if self.inspector is not None:
+                self.inspector.check(loss, "loss", END)
+            self.total_loss += loss.detach().float()
             self.backward(loss)
             self.step()
-        return total
+        return self.total_loss
 
     def infer(self, batches: Sequence[LocalBatch]) -> list[Any]:
         self.module.eval()

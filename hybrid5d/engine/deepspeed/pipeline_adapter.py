@@ -16,6 +16,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from hybrid5d.engine.deepspeed.gradient_buffers import FlatGradients, OptimizerGradients
+from hybrid5d.engine.deepspeed.nonfinite import END, Inspected
 from hybrid5d.engine.deepspeed.optimizer_state import loss_scale
 from hybrid5d.engine.deepspeed.program import InputGradient, Key, Program, WeightGradient
 from hybrid5d.generation.stage import as_they_are
@@ -27,7 +28,7 @@ from hybrid5d.plan.pipeline import Instruction, Message, Schedule, arrivals
 from hybrid5d.tensor_parallel import WeightGradients, defer_partial_sums, sum_partial_gradients
 
 
-class PipelineAdapter(PipelineEngine):
+class PipelineAdapter(Inspected, PipelineEngine):
     """PipelineEngine whose messages are one hidden tensor of known shape, sent without blocking.
 
     Every rank knows each micro-batch's shape and every other rank's program, so a message is received into a fresh
@@ -56,6 +57,7 @@ class PipelineAdapter(PipelineEngine):
         self._results: dict[int, Any] = {}
 
     gather = staticmethod(as_they_are)
+    products = True
 
     @property
     def divisor(self) -> int:
@@ -150,12 +152,16 @@ class PipelineAdapter(PipelineEngine):
         batch, last = self.batches[micro], self._is_last(buffer_id)
         if last and self.scales:
             batch.upstream = self._upstream(micro)
+        if self.inspector is not None:
+            self.inspector.begin(micro, batch)
         x = self._inputs.get(buffer_id) if self.scales else self._inputs.pop(buffer_id, None)
         output = self.module(x, batch, chunk)
         if not last or self.scales:
             self._outputs[buffer_id] = output
         else:
             self._results[micro] = output
+        if last and self.inspector is not None:
+            self.inspector.check(output, "loss", END)
         if last and self.scales:
             self.total_loss = self.total_loss + output.detach().float() * self.scales[micro]
 
@@ -165,9 +171,12 @@ class PipelineAdapter(PipelineEngine):
             return  # all parameters so far are frozen (deepspeed.md: Stages without a gradient)
         if self._is_last(buffer_id):
             grad = torch.full_like(output, self._upstream(buffer_id[1]))
+        if self.inspector is not None:
+            self.inspector.micro = buffer_id[1]
         self.gradients.before_backward()
         torch.autograd.backward(output, grad)
         self.gradients.after_backward()
+        self._inspect_gradients()
 
     def _exec_input_gradient(self, buffer_id: Key) -> None:
         with self.weight_gradients.put_off() as waiting:
@@ -177,6 +186,13 @@ class PipelineAdapter(PipelineEngine):
     def _exec_weight_gradient(self, buffer_id: Key) -> None:
         self.weight_gradients.run(self._waiting.pop(buffer_id))
         self.gradients.after_backward(products_only=True)
+        if self.inspector is not None:
+            self.inspector.micro = buffer_id[1]
+        self._inspect_gradients()
+
+    def _inspect_gradients(self) -> None:
+        if self.inspector is not None:
+            self.inspector.check_gradients(self.gradients.gradient)
 
     # --- reduction --------------------------------------------------------------------------------------------------
 
