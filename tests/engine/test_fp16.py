@@ -179,10 +179,10 @@ def test_the_scale_is_reported() -> None:
 )
 def test_overflows_at_the_smallest_scale_end_the_run(precision: PrecisionPlan, scale: float | None, ends: bool) -> None:
     run: Any = SimpleNamespace(
-        _metrics=None, _track=lambda *args: None, _last_good=lambda: "the start",
+        _metrics=None, _track=lambda *args: None, _last_good=lambda: "the start", _skipped=0,
+        runner=SimpleNamespace(on_nonfinite="stop"),
         engine=SimpleNamespace(plan=SimpleNamespace(precision=precision), critic=None),
     )  # fmt: skip
-    run._check = lambda *args: Trainer._check(run, *args)
     fine = _result(loss=1.0, grad_norm=1.0, loss_scale=None, skipped=False)
     actor = SimpleNamespace(plan=SimpleNamespace(precision=PrecisionPlan("fp32")), critic=run.engine)
     for result, engine, whose in (

@@ -39,7 +39,8 @@ def bits(engine: Any) -> dict[str, list[int]]:
 def _plant(engine: Any, where: str, active: list[bool]) -> None:
     """Make one tensor of this rank infinite whenever `active` says so."""
     if where == "gradient":
-        first = next(p for p in engine.module.parameters() if p.requires_grad and p.dim() == 1)
+        vectors = [p for p in engine.module.parameters() if len(getattr(p, "ds_shape", p.shape)) == 1]
+        first = next(p for p in vectors if p.requires_grad)
         first.register_hook(lambda g: torch.full_like(g, torch.inf) if active[0] else g)
     else:
         layer = [m for m in engine.module.modules() if type(m).__name__ == "FeedForward"][-1].down

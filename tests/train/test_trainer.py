@@ -262,6 +262,84 @@ def test_the_end_leaves_a_checkpoint_and_a_model(tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_not_finite_stop_the_run(tmp_path: Path) -> None:
+    """Also where they are skipped, when there is no end of them; what was wrong is named."""
     path = write_run(tmp_path / "a")
-    with pytest.raises(RankFailure, match="step 1: actor: loss nan"):
+    named = r"loss nan, gradient norm inf, rank 0: model.embed_tokens.weight is not finite; the last good state is"
+    with pytest.raises(RankFailure, match=f"step 1: actor: {named} the start"):
         run_ranks(1, train, 1, str(path), (), True)
+    with pytest.raises(RankFailure, match=f"step 10, the 10th such step in a row: actor: {named}"):
+        run_ranks(1, train, 1, str(path), ("runner.on_nonfinite=skip", "runner.max_steps=12"), True)
+    assert [m["skipped_steps"] for m in metrics(tmp_path / "a" / "run")] == list(range(1, 11))
+
+
+def _skips(rank: int, path: str, words: tuple[str, ...]) -> dict[str, Any]:
+    """Trains; the gradients of step 2 are not finite. Returns the notices, too."""
+    import torch
+
+    from hybrid5d.engine.engine import Engine
+    from hybrid5d.train.metrics import Console
+
+    told: list[str] = []
+    train_batch = Engine.train_batch
+
+    def once(self: Any, batch: Any) -> Any:
+        param, bad = [p for p in self.module.parameters() if p.dim() == 1][-1], self.global_step == 1
+        hook = param.register_hook(lambda g: g * torch.nan if bad else g)
+        try:
+            return train_batch(self, batch)
+        finally:
+            hook.remove()
+
+    Engine.train_batch = once  # type: ignore[assignment, method-assign]
+    Console.say = lambda self, text: told.append(text)  # type: ignore[method-assign]
+    return {**train(rank, 1, path, words), "told": told}
+
+
+_skips.needs_group = True  # type: ignore[attr-defined]
+
+
+def test_a_skipped_step_is_said_and_a_resumed_run_counts_it(tmp_path: Path) -> None:
+    """Rows go on, the learning rate does not; the same after a save and a resume."""
+    path, skip = write_run(tmp_path / "a"), ("runner.on_nonfinite=skip", "runner.save_interval=3")
+    (result,) = run_ranks(1, _skips, str(path), skip)
+    (notice,) = [line for line in result["told"] if line.startswith("notice")]
+    seen = metrics(tmp_path / "a" / "run")
+    assert notice.startswith("notice: step 2 is skipped, nothing of the model changed: actor: loss ")
+    assert "rank 0, micro-batch 1 of 8 (rows " in notice and "gradient of model.norm.weight is not finite" in notice
+    assert f"(rows {seen[1]['rows_seen'][0]})" in notice
+    assert [m["lr"] for m in seen][1] == [m["lr"] for m in seen][2] > 0 and [m["step"] for m in seen] == [1, 2, 3, 4]
+    assert [m.get("skipped_steps", 0) for m in seen] == [0, 1, 1, 1]
+    assert [m.get("skipped") for m in seen] == [None, True, None, None]
+    at = f"runner.resume_dir={tmp_path}/a/run/checkpoints/global_step_3"
+    run_ranks(1, train, 1, str(path), (*skip, at))
+    again = metrics(tmp_path / "a" / "run")[-1]
+    assert {k: again[k] for k in ("step", "lr", "loss", "rows_seen", "skipped_steps")} == {
+        k: seen[-1][k] for k in ("step", "lr", "loss", "rows_seen", "skipped_steps")
+    }
+
+
+def test_a_critic_s_step_is_skipped_and_said_too() -> None:
+    from hybrid5d.engine.results import StepResult
+    from hybrid5d.plan.deepspeed_config import PrecisionPlan
+    from hybrid5d.train.trainer import Trainer, TrainingError
+
+    told: list[str] = []
+    engine = SimpleNamespace(plan=SimpleNamespace(precision=PrecisionPlan("bf16")))
+    run: Any = SimpleNamespace(
+        engine=SimpleNamespace(plan=engine.plan, critic=engine), runner=SimpleNamespace(on_nonfinite="skip"), _skipped=0,
+        console=SimpleNamespace(say=told.append), _metrics=None, _track=lambda *_: None, _last_good=lambda: "the start",
+    )  # fmt: skip
+    numbers: dict[str, Any] = {
+        "step": 3, "loss": 2.0, "valid_tokens": 9, "tokens": 9, "step_time_s": 1.0, "peak_memory_bytes": 1,
+        "rows_seen": (), "lr": 0.1,
+    }  # fmt: skip
+    lost = StepResult(**numbers, grad_norm=math.inf, skipped=True, origin="rank 1: x is not finite")
+    Trainer._log(run, StepResult(**numbers, grad_norm=1.0, critic=lost))
+    assert told == [
+        "notice: step 3 is skipped, nothing of the model changed: critic: loss 2.0, gradient norm inf, rank 1: x is not "
+        "finite"
+    ]
+    Trainer._log(run, StepResult(**numbers, grad_norm=1.0))
+    assert run._skipped == 0
+    with pytest.raises(TrainingError, match="step 3: critic: loss 2.0"):  # what was not skipped cannot be
+        Trainer._log(run, StepResult(**numbers, grad_norm=1.0, critic=StepResult(**numbers, grad_norm=math.inf)))
