@@ -15,7 +15,7 @@ endif
 unexport VIRTUAL_ENV
 
 .DEFAULT_GOAL := help
-.PHONY: help install train rl smoke test test-full test-all unit golden docs lint format types imports ci ds-configs errors-doc matrix benchmarks soak-shm gpu-check smollm2 clean
+.PHONY: help install train rl smoke test test-full test-all unit golden docs lint format types imports ci ds-configs errors-doc python-doc matrix benchmarks soak-shm gpu-check smollm2 clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -76,6 +76,9 @@ ds-configs: $(STAMP) ## write ds_configs/ anew
 
 errors-doc: $(STAMP) ## write docs/errors.md anew, from the sources
 	$(BIN)/python -m tests.docs.errors --write
+
+python-doc: $(STAMP) ## write docs/python.md anew, from signatures and docstrings
+	$(BIN)/python -m tests.docs.python_api --write
 
 matrix: $(STAMP) ## write the README's support matrix anew
 	$(BIN)/python -m tests.docs.matrix --write
