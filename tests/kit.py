@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from hybrid5d.check.reference import document_loss_sum as document_loss_sum
 from hybrid5d.check.reference import documents_of as documents_of
 from hybrid5d.check.reference import hf_model as hf_model
 from hybrid5d.check.reference import reference as reference
+from hybrid5d.check.reference import save_model as save_model
 from hybrid5d.data.types import IGNORE_INDEX, Document, StepBatch, shift_labels
 
 COMMON = {
@@ -52,12 +52,6 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
-
-
-def save_model(config: dict[str, Any], folder: Path, seed: int = 0) -> Path:
-    """Write the model as an HF folder."""
-    hf_model(config, seed).save_pretrained(folder)
-    return folder
 
 
 def make_rows(count: int, length: int, vocab: int, seed: int = 0, *, ragged: bool = True) -> list[Document]:

@@ -7,7 +7,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +79,6 @@ class Ended:
     code: int
     out: str
     err: str
-    seconds: float
 
     @property
     def told(self) -> list[str]:
@@ -92,16 +90,10 @@ class Ended:
 def run(words: list[str], timeout: float = 400, **environ: str) -> Ended:
     """Run a command to its end."""
     base = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "DS_ACCELERATOR")}
-    begun = time.monotonic()
     done = subprocess.run(
         words, capture_output=True, text=True, timeout=timeout, cwd=REPO, env={**base, **environ}
     )  # fmt: skip
-    return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - begun)
-
-
-def slack() -> float:
-    """1 on an idle machine; more where other work takes the cores, so that bounds on wall time stay meaningful."""
-    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    return Ended(done.returncode, done.stdout, done.stderr)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

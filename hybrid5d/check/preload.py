@@ -7,9 +7,7 @@ import contextlib
 import gc
 import importlib
 import io
-import os
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
 MODULES = (
     "torch._dynamo",
     "torch.distributed.tensor",

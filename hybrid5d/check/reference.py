@@ -48,12 +48,13 @@ def hf_model(config: Mapping[str, Any], seed: int = 0) -> Any:
     return model
 
 
-def save_model(config: Mapping[str, Any], seed: int, folder: Path) -> None:
-    """Write that model as a Hugging Face folder."""
+def save_model(config: Mapping[str, Any], folder: Path, seed: int = 0) -> Path:
+    """Write that model as a Hugging Face folder; the folder."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     hf_model(config, seed).save_pretrained(folder)
+    return folder
 
 
 def _optimizer(model: Any, recipe: Recipe) -> torch.optim.Optimizer:

@@ -167,7 +167,7 @@ def verify(
     """
     with tempfile.TemporaryDirectory(prefix="h5d-check-") as folder:
         model = Path(folder) / "model"
-        save_model(small.model, SEED, model)
+        save_model(small.model, model, SEED)
         write_whole(model / "config.json", json.dumps(small.model))  # as the user's says it, not as transformers would
         data = write_rows(small, Path(folder))
         bench = Bench(small, folder, prepare, progress)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from os.path import expanduser
+
 
 def main() -> None:
     """Entry of `hybrid5d` and `python -m hybrid5d`."""
@@ -33,4 +36,10 @@ def main() -> None:
     app.command()(env)
     app.command()(report)
     app.add_typer(config, name="config")
-    app()
+    app(args=[_at_home(word) for word in sys.argv[1:]])
+
+
+def _at_home(word: str) -> str:
+    """`~/x`, also as `--out=~/x`, which a shell leaves as it is; not in overrides (`~key`, `key=~/x`)."""
+    option, sign, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    return option + sign + expanduser(value) if value.startswith("~/") else word

@@ -316,7 +316,7 @@ class RewardConfig(Block):
 
     reward_type: str | None = _rl(None, "math: the math-verify package on data.answer_key", to="reward.type")
     reward_scale: Float = _rl(1.0, "math: right is +this, wrong -this", gt=0, to="reward.scale")
-    function: str | None = _rl(
+    function: File | None = _rl(
         None, "path/file.py:name of one's own: (prompt, response, row) -> float", to="reward.function"
     )
     timeout: Float = _rl(10.0, "time that one row may take", "seconds", gt=0, to="reward.timeout")

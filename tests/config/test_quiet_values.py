@@ -9,6 +9,7 @@ import pytest
 
 from hybrid5d.load import load_config, load_yaml
 from hybrid5d.plan.convert import translate
+from tests.cli_kit import hybrid5d
 from tests.config_kit import error_lines, native, write_yaml
 
 
@@ -69,7 +70,7 @@ def test_home_is_expanded_in_every_key_that_names_a_file(tmp_path: Path, monkeyp
         "runner__output_dir": "~/o", "runner__resume_dir": "~/c", "runner__logger__log_path": "~/l",
         "data__train_data_paths": ["~/a.jsonl", "b~"], "data__val_data_paths": "~/v.jsonl",
         "data__chat_template": "~/t", "data__cache_dir": "~", "actor__model__model_path": "~/m",
-        "actor__tokenizer__tokenizer_model": "~/m",
+        "actor__tokenizer__tokenizer_model": "~/m", "reward__function": "~/own.py:score",
     }  # fmt: skip
     config = load_config(write_yaml(tmp_path / "run.yaml", native(**keys)))
     for key, written in keys.items():
@@ -80,6 +81,14 @@ def test_home_is_expanded_in_every_key_that_names_a_file(tmp_path: Path, monkeyp
             isinstance(written, list)
         ) else written.replace("~", "/home/someone")  # fmt: skip
         assert value == tuple(wanted) or value == wanted or value == (wanted,), key
+
+
+def test_home_is_expanded_in_words_that_a_shell_leaves_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_yaml(tmp_path / "run.yaml", native(actor__optim__lr=1e-3))
+    done = hybrid5d("convert", "~/run.yaml", "~actor.optim.lr", "--out=~/out")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "ds_config.json").is_file()
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_groups_have_the_backend_and_the_timeout_of_the_run(tmp_path: Path, back
     waited = run_ranks(2, _one_waits, free_port(), path, tmp_path / "done")[0]
     assert [name for name, _ in waited] == [made] * 2
     for _, seconds in waited:
-        assert 60 * TIMEOUT * 0.9 < seconds < 60 * TIMEOUT + 5  # the machine may be busy; the default is ten minutes
+        assert 60 * TIMEOUT * 0.9 < seconds < 60  # the default is ten minutes
 
 
 def _with_its_own_folder(rank: int, port: int, folders: list[Path]) -> list[str]:

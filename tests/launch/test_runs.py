@@ -61,11 +61,9 @@ def test_a_second_start_is_refused_and_a_signal_is_named(tmp_path: Path, endless
     other = run([sys.executable, "-m", "hybrid5d.worker", "--config", str(path), "actor.optim.lr=3e-3"])
     assert other.code == 2 and "is in use by another run: pid " in other.err and len(other.err.splitlines()) == 1
     assert (folder / "resolved.yaml").read_text() == before and {m["lr"] for m in metrics(folder)} <= {0, 5e-4, 1e-3}
-    begun = time.monotonic()
     endless.send_signal(signal.SIGINT)
     _, text = endless.communicate(timeout=60)
     assert endless.returncode == 130 and text.startswith("SIGINT: ending the run\n") and "out of memory" not in text
-    assert time.monotonic() - begun < 30
 
 
 def test_a_folder_is_free_again_after_a_kill_and_the_old_run_is_kept(

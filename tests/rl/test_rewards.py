@@ -135,9 +135,7 @@ def test_own_function_that_fails(own: str) -> None:
 def test_on_error_counts_a_number(own: str) -> None:
     options = RewardOptions(function=f"{own}:score", timeout=1.0, on_error=-2.0)
     with Scorer(options) as scorer:
-        started = time.monotonic()
         scores = _ask(scorer, [0, 1, 2, 3, 4, 5, 6, 7])
-        assert time.monotonic() - started < 30
         np.testing.assert_allclose(scores.values, [0.21, 1.21, -2, 3.21, 4.21, -2, -2, 1], rtol=1e-6)
         assert [text.split(":")[0] for text in scores.errors] == ["row 2", "row 5", "row 6"]
         assert _ask(scorer, [1]).errors == ()

