@@ -97,7 +97,7 @@ def _words(cache_dir: Path, tp: int, pp: int, cp: int, sp: bool) -> list[str]:
         f"actor.model.context_parallel_size={cp}", f"actor.model.sequence_parallel={str(sp).lower()}",
         f"runner.max_steps={RECIPE.steps}", "runner.seq_length=48", "actor.lr_sched.lr_warmup_iters=0",
         "actor.lr_sched.lr_decay_style=constant", f"data.cache_dir={cache_dir}",
-        f"data.train_data_paths=[{ROOT / 'hybrid5d/plan'}]", *(f"actor.optim.{k}={v}" for k, v in optim.items()),
+        f"data.train_data_paths=[{ROOT}/hybrid5d/plan/*.py]", *(f"actor.optim.{k}={v}" for k, v in optim.items()),
     ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,7 +94,7 @@ def test_the_verb_gives_ranks_their_share_of_the_cores(tmp_path: Path, monkeypat
     monkeypatch.setattr(start, "usable_cores", lambda: 96)
     words = [sys.executable, "-c", "import os; open(os.environ['OUT'], 'w').write(os.environ['OMP_NUM_THREADS'])", "."]
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
-    assert start._run(words, 8, 1.0) == 0
+    assert start._run(words, 8, 1.0, threading.Event()) == 0
     assert (tmp_path / "out").read_text() == "12"
 
 
