@@ -1,39 +1,93 @@
-"""What each axis costs beside the plain loop: transformers' Llama and torch's AdamW in one process with 2 threads, and
-hybrid5d on 2 ranks with 1 thread each (`one`: on one process with 2 threads), on the same weights and rows.
+"""What each axis costs: the plain loop, hybrid5d and the peers of that axis, same weights, same rows, taking turns.
 
-python benchmarks/axes.py [--rounds 5] [--axes tp2 pp2] [--rows 8] [--seq-length 512] [--json FILE]
+    python benchmarks/axes.py [--axes tp pp] [--peers-on gloo shm] [--rounds 5] [--rows 8] [--seq-length 512]
+                              [--json FILE] [--chart FILE] [--quick]
 
-8 layers, hidden 512, 8 heads, 4 kv heads, MLP 1408, vocabulary 8192, 8 rows of 512 tokens in 8 micro-batches, fp32,
-AdamW. Long rows, for the methods of context parallelism: --axes cp2 cp2-a2a cp2-gather --rows 1 --seq-length 4096.
-Both sides live at the same time and take turns, one optimizer step each, so that a machine that slows down does so for
-both; their losses are compared. CPU-seconds are those of all threads of all ranks. A ratio of them above the bound of
-1.35 ends with exit code 1.
+The plain loop is transformers' Llama and torch's AdamW in one process with 2 threads; every other side is 2 ranks with
+1 thread each (axis `one`: one process with 2). 8 layers, hidden 512, 8 heads, 4 kv heads, MLP 1408, vocabulary 8192, 8
+rows of 512 tokens in 8 micro-batches, fp32, AdamW. Long rows: --axes cp --rows 1 --seq-length 4096.
+
+All sides of an axis live at the same time and take turns, one optimizer step each, in an order that moves on by one
+each round, so that a machine that slows down does so for all. Losses and norms must be equal. Ratios are medians over
+rounds of a side's step beside the plain loop's in the same round; the range is that of the rounds. CPU-seconds are
+those of all threads of all ranks, memory is the highest of a rank's step less what its imports took. hybrid5d's ranks
+talk over its shared memory, as they do by default; peers over what `--peers-on` says, one run for each. A peer that
+does not run is listed with its error. `--json` keeps what a file has of other axes; `--chart` draws it.
+`--quick` is a small model for one round: it shows that everything runs and is equal, its times mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
-import resource
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-BOUND = 1.35
+from peers import PEERS
+from sides import Side, SideFailed, answer
+
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 8192, "hidden_size": 512,
     "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
     "head_dim": 64, "hidden_act": "silu", "max_position_embeddings": 65536, "initializer_range": 0.02,
     "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "attention_bias": False, "tie_word_embeddings": False,
 }  # fmt: skip
+QUICK = {**MODEL, "vocab_size": 258, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 8}
+
+# Imported by every side before memory counts: what some of them would import during their first step.
+LATE = (
+    "torch._dynamo", "deepspeed.runtime.zero.muon.original_muon", "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.module_inject.auto_ep_layer", "deepspeed.ops.op_builder.all_ops", "hybrid5d.engine.build",
+    "transformers.models.llama.modeling_llama",
+)  # fmt: skip
+
+PLAIN = "plain"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2+sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2-wide": {"pipeline_model_parallel_size": 2, "pipeline_warmup": "wide"},
+    "pp2-cost": {"pipeline_model_parallel_size": 2, "pipeline_partition": "cost"},
+    "pp2-gpipe": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "gpipe"},
+    "pp2-interleaved": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    "pp2-zb-h1": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"},
+    "pp2-zbv": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv", "pipeline_partition": "cost"},
+    "cp2": {"context_parallel_size": 2},
+    "cp2-a2a": {"context_parallel_size": 2, "cp_comm_type": "a2a"},
+    "cp2-gather": {"context_parallel_size": 2, "cp_comm_type": "all_gather"},
+    "dp2": {},
+}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Sides of a table: layouts of ours, peers."""
+
+    ours: tuple[str, ...]
+    peers: tuple[str, ...] = ()
+
+
+AXES = {
+    "one": Axis(("one",)),
+    "tp": Axis(("tp2",), ("torch-dtensor", "deepspeed-autotp", "megatron-tp")),
+    "sp": Axis(("tp2+sp",), ("torch-dtensor-sp", "megatron-sp")),
+    "pp": Axis(
+        ("pp2", "pp2-wide", "pp2-interleaved", "pp2-zb-h1", "pp2-zbv"),
+        ("torch-1f1b", "torch-interleaved", "torch-zbv", "deepspeed-1f1b"),
+    ),
+    "cp": Axis(("cp2", "cp2-a2a", "cp2-gather"), ("torch-ring", "deepspeed-ulysses")),
+    "dp": Axis(("dp2",), ("torch-zero1", "deepspeed-zero1")),
+}
+LOSS, NORM = 1e-4, 1e-3  # absolute, relative
 
 
 @dataclass(frozen=True)
@@ -44,37 +98,17 @@ class Shape:
     length: int = 512
 
 
-PLAIN = "plain"
-AXES: dict[str, dict[str, Any]] = {
-    "one": {},
-    "tp2": {"tensor_model_parallel_size": 2},
-    "tp2+sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "pp2": {"pipeline_model_parallel_size": 2},
-    "cp2": {"context_parallel_size": 2},
-    "dp2": {},
-    "pp2-wide": {"pipeline_model_parallel_size": 2, "pipeline_warmup": "wide"},
-    "pp2-cost": {"pipeline_model_parallel_size": 2, "pipeline_partition": "cost"},
-    "pp2-gpipe": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "gpipe"},
-    "pp2-interleaved": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-    "pp2-zb-h1": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"},
-    "pp2-zbv": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv", "pipeline_partition": "cost"},
-    "cp2-a2a": {"context_parallel_size": 2, "cp_comm_type": "a2a"},
-    "cp2-gather": {"context_parallel_size": 2, "cp_comm_type": "all_gather"},
-}
-USUAL = ("one", "tp2", "tp2+sp", "pp2", "cp2", "dp2")
-
-
 # --- one rank -------------------------------------------------------------------------------------------------------
 
 
-def rows_of(shape: Shape) -> Any:
+def rows_of(vocabulary: int, shape: Shape) -> Any:
     """The global batch, [rows, length] ids."""
     import numpy as np
 
-    return np.random.default_rng(0).integers(0, MODEL["vocab_size"], (shape.rows, shape.length))
+    return np.random.default_rng(0).integers(0, vocabulary, (shape.rows, shape.length))
 
 
-def plain_step(folder: str, shape: Shape) -> Callable[[], float]:
+def plain_step(folder: str, rows: Any) -> Callable[[], tuple[float, float]]:
     """The loop anyone would write: a micro-batch a row, token mean over the batch, clipping, AdamW as in the YAML."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -84,131 +118,77 @@ def plain_step(folder: str, shape: Shape) -> Callable[[], float]:
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-4)
-    rows = torch.from_numpy(rows_of(shape))
+    rows = torch.from_numpy(rows)
 
-    def step() -> float:
+    def step() -> tuple[float, float]:
         optimizer.zero_grad()
-        total, tokens = 0.0, shape.rows * (shape.length - 1)
+        total, tokens = 0.0, rows.shape[0] * (rows.shape[1] - 1)
         for row in rows:
             logits = model(row[None]).logits[0, :-1].float()
             loss = torch.nn.functional.cross_entropy(logits, row[1:], reduction="sum") / tokens
             loss.backward()
             total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        return total
+        return total, norm.item()
 
     return step
 
 
-def engine_step(folder: str, axis: str, world: int, shape: Shape) -> Callable[[], float]:
+def engine_step(folder: str, layout: str, rows: Any) -> Callable[[], tuple[float, float]]:
     """One optimizer step of this rank's engine."""
     from hybrid5d import initialize
     from hybrid5d.config.schema import RunConfig
     from hybrid5d.data.types import Document, StepBatch, shift_labels
     from hybrid5d.plan.run import build_plan
 
+    count, length = rows.shape
     config = RunConfig.model_validate({
-        "runner": {"task_type": "sft", "max_steps": 100, "seq_length": shape.length},
+        "runner": {"task_type": "sft", "max_steps": 100, "seq_length": length},
         "data": {"type": "tokens"},
         "actor": {
-            "micro_batch_size": 1, "global_batch_size": shape.rows,
-            "model": {"model_path": folder, **AXES[axis]},
+            "micro_batch_size": 1, "global_batch_size": count,
+            "model": {"model_path": folder, **LAYOUTS[layout]},
             "optim": {"lr": 1e-4}, "lr_sched": {"lr_decay_style": "constant"},
         },
     })  # fmt: skip
-    engine = initialize(build_plan(config, world, "translate"))
-    documents = [Document(row, shift_labels(row), i) for i, row in enumerate(rows_of(shape))]
+    engine = initialize(build_plan(config, int(os.environ.get("WORLD_SIZE", "1")), "translate"))
+    documents = [Document(row, shift_labels(row), i) for i, row in enumerate(rows)]
     mine = documents[engine.ctx.dp.rank :: engine.ctx.dp.size]
-    batch = StepBatch(tuple(((d,),) for d in mine), tuple(range(shape.rows)))
-    return lambda: engine.train_batch(batch).loss
+    batch = StepBatch(tuple(((d,),) for d in mine), tuple(range(count)))
+
+    def step() -> tuple[float, float]:
+        result = engine.train_batch(batch)
+        return result.loss, result.grad_norm
+
+    return step
 
 
-def rank_main(folder: str, axis: str, shape: Shape) -> None:
-    """Answer lines of standard input with steps."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    answer(lambda: plain_step(folder, shape) if axis == PLAIN else engine_step(folder, axis, world, shape))
-
-
-def answer(build: Callable[[], Callable[[], float]]) -> None:
-    """Answer each line of standard input with one step: `{"wall": s, "cpu": s, "loss": x}`."""
+def peer_step(folder: str, name: str, rows: Any) -> Callable[[], tuple[float, float]]:
+    """One optimizer step of a peer, over the backend in PEER_BACKEND."""
     import torch
+    import torch.distributed as dist
 
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    answers, sys.stdout = sys.stdout, sys.stderr  # libraries print; the pipe is for answers
-    step = build()
-    for _ in sys.stdin:
-        cpu, wall = _cpu_seconds(), time.perf_counter()
-        loss = step()
-        took = {"wall": time.perf_counter() - wall, "cpu": _cpu_seconds() - cpu, "loss": loss}
-        print(json.dumps(took), file=answers, flush=True)
+    import hybrid5d.shared_memory  # noqa: F401  registers its backend
+
+    dist.init_process_group(os.environ["PEER_BACKEND"])
+    module = importlib.import_module(f"peers.{PEERS[name].module}")
+    return module.build(folder, PEERS[name].variant, torch.from_numpy(rows))
 
 
-def _cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+def rank_main(folder: str, side: str, shape: Shape) -> None:
+    """Answer lines of standard input with steps."""
+    rows = rows_of(json.loads(Path(folder, "config.json").read_text())["vocab_size"], shape)
+    build = plain_step if side == PLAIN else engine_step if side in LAYOUTS else peer_step
+    for name in (*LATE, *([f"peers.{PEERS[side].module}"] if side in PEERS else ())):
+        importlib.import_module(name)
+    answer(lambda: build(folder, side, rows) if build is not plain_step else plain_step(folder, rows))
 
 
-# --- both sides -----------------------------------------------------------------------------------------------------
+# --- all sides ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Side:
-    """The ranks of one layout, waiting for their turn."""
-
-    ranks: list[subprocess.Popen[str]]
-
-    @classmethod
-    def start(cls, words: list[str], world: int) -> Side:
-        """Start `world` ranks of a Python command that share two threads."""
-        port = _free_port()
-        common = {
-            **os.environ, "OMP_NUM_THREADS": str(2 // world), "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu",
-            "CUDA_VISIBLE_DEVICES": "", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_LOG_LEVEL": "error",
-        }  # fmt: skip
-        ranks = []
-        for rank in range(world):
-            place = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)} if world > 1 else {}
-            pipe = subprocess.PIPE
-            ranks.append(subprocess.Popen(
-                [sys.executable, *words], env={**common, **place}, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL,
-                text=True,
-            ))  # fmt: skip
-        return cls(ranks)
-
-    def step(self) -> dict[str, float]:
-        """One optimizer step; CPU-seconds of all ranks, wall time of the slowest."""
-        for rank in self.ranks:
-            assert rank.stdin is not None
-            rank.stdin.write("step\n")
-            rank.stdin.flush()
-        answers = []
-        for rank in self.ranks:
-            assert rank.stdout is not None
-            line = rank.stdout.readline()
-            if not line:
-                raise SystemExit(f"a rank ended with code {rank.wait()}")
-            answers.append(json.loads(line))
-        return {
-            "wall": max(a["wall"] for a in answers),
-            "cpu": sum(a["cpu"] for a in answers),
-            "loss": answers[0]["loss"],
-        }
-
-    def stop(self) -> None:
-        """End the ranks."""
-        for rank in self.ranks:
-            rank.kill()
-            rank.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-def save_model(folder: str) -> None:
+def save_model(folder: str, model: dict[str, Any] = MODEL) -> None:
     """Random weights that every side reads."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -216,68 +196,161 @@ def save_model(folder: str) -> None:
 
     disable_progress_bar()
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**MODEL)
+    config = AutoConfig.for_model(**model)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
 
-def compare(folder: str, axis: str, rounds: int, shape: Shape) -> dict[str, Any]:
-    """Medians of both sides over `rounds` turns after one to warm up."""
+def start(folder: str, name: str, shape: Shape, transport: str) -> Side:
+    """A side's ranks; a peer's talk over `transport`."""
+    words = [__file__, "--rank", folder, name, str(shape.rows), str(shape.length)]
+    return Side.start(words, 1 if name in (PLAIN, "one") else 2, {"PEER_BACKEND": transport})
 
-    def start(which: str, world: int) -> Side:
-        return Side.start([__file__, "--rank", folder, which, str(shape.rows), str(shape.length)], world)
 
-    one, two = start(PLAIN, 1), start(axis, 1 if axis == "one" else 2)
+def compare(folder: str, axis: Axis, transport: str, rounds: int, shape: Shape) -> dict[str, Any]:
+    """What each side took over `rounds` turns after one to warm up, by side; `error` where it did not run."""
+    sides: dict[str, Side] = {}
+    turns: dict[str, list[dict[str, Any]]] = {}
+    errors: dict[str, str] = {}
+
+    def turn(name: str) -> None:
+        try:
+            took = sides[name].step()
+        except SideFailed as error:
+            if name == PLAIN or name in LAYOUTS:
+                raise
+            errors[name] = str(error)
+            sides.pop(name).stop()
+            return
+        turns.setdefault(name, []).append(took)
+        (loss, norm), (loss_1, norm_1) = took["value"], turns[PLAIN][len(turns[name]) - 1]["value"]
+        if abs(loss - loss_1) > LOSS or abs(norm / norm_1 - 1) > NORM:
+            errors.setdefault(name, f"loss and norm {loss}, {norm} instead of {loss_1}, {norm_1}")
+
     try:
-        turns = [(one.step(), two.step()) for _ in range(rounds + 1)]
+        for name in (PLAIN, *axis.ours, *axis.peers):
+            sides[name] = start(folder, name, shape, transport)
+            turn(name)
+        for i in range(rounds):
+            others = [name for name in sides if name != PLAIN]
+            turn(PLAIN)
+            for name in others[i % len(others) :] + others[: i % len(others)]:
+                turn(name)
     finally:
-        one.stop()
-        two.stop()
-    for single, ranks in turns:
-        if abs(single["loss"] - ranks["loss"]) > 1e-4:
-            raise SystemExit(f"{axis}: losses differ: {single['loss']} and {ranks['loss']}")
-    middle = {
-        f"{side}_{kind}": statistics.median(turn[i][kind] for turn in turns[1:])
-        for i, side in enumerate(("one", "two"))
-        for kind in ("cpu", "wall")
+        for side in sides.values():
+            side.stop()
+    plain = turns[PLAIN][1:]
+    return {
+        name: {"error": errors[name]}
+        if name in errors
+        else summary(turns[name][1:], plain, _transport(name, transport))
+        for name in (PLAIN, *axis.ours, *axis.peers)
     }
-    cpu = statistics.median(t[1]["cpu"] / t[0]["cpu"] for t in turns[1:])
-    speed = statistics.median(t[0]["wall"] / t[1]["wall"] for t in turns[1:])
-    return {"axis": axis, "cpu_ratio": cpu, "speed_ratio": speed, **middle}
+
+
+def _transport(name: str, peers_on: str) -> str:
+    return "none" if name in (PLAIN, "one") else "shm" if name in LAYOUTS else peers_on
+
+
+def summary(turns: list[dict[str, Any]], plain: list[dict[str, Any]], transport: str) -> dict[str, Any]:
+    """Medians of a side's turns, and of their ratios to the plain loop's turns of the same rounds."""
+    speed = sorted(p["wall"] / t["wall"] for t, p in zip(turns, plain))
+    cpu = sorted(t["cpu"] / p["cpu"] for t, p in zip(turns, plain))
+    return {
+        "transport": transport,
+        "speed": round(statistics.median(speed), 3),
+        "speed_range": [round(speed[0], 3), round(speed[-1], 3)],
+        "cpu": round(statistics.median(cpu), 3),
+        "cpu_range": [round(cpu[0], 3), round(cpu[-1], 3)],
+        "wall_s": round(statistics.median(t["wall"] for t in turns), 3),
+        "cpu_s": round(statistics.median(t["cpu"] for t in turns), 3),
+        "peak_mb": round(max(t["peak"] for t in turns)),
+        "faults": round(statistics.median(t["faults"] for t in turns)),
+    }
+
+
+def label(name: str) -> str:
+    """A side's name in tables."""
+    if name == PLAIN:
+        return "plain loop"
+    return PEERS[name].label if name in PEERS else f"hybrid5d {name}"
+
+
+def show(axis: str, transport: str, sides: dict[str, Any]) -> None:
+    """The table of one run."""
+    print(f"\n{axis}, peers on {transport}")
+    print(f"{'':<38}{'speed':>7}{'range':>15}{'CPU':>7}{'range':>15}{'MB':>7}{'faults':>9}  transport")
+    for name, r in sides.items():
+        if "error" in r:
+            print(f"{label(name):<38}{r['error']}")
+            continue
+        ranges = [f"{low:.2f}-{high:.2f}" for low, high in (r["speed_range"], r["cpu_range"])]
+        print(
+            f"{label(name):<38}{r['speed']:>7.3f}{ranges[0]:>15}{r['cpu']:>7.3f}{ranges[1]:>15}"
+            f"{r['peak_mb']:>7}{r['faults']:>9}  {r['transport']}",
+            flush=True,
+        )
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    versions = {}
+    for name in ("torch", "deepspeed", "transformers", "megatron-core"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return {"cores": os.cpu_count(), **versions}
+
+
+def keep(file: Path, shape: Shape, run: dict[str, Any]) -> None:
+    """Put a run into a file in the place of the one of the same axis, transport and shape."""
+    results = json.loads(file.read_text()) if file.exists() else {"runs": []}
+    same = ("axis", "peers_on", "shape")
+    run = {**run, "shape": asdict(shape), "machine": machine()}
+    results["runs"] = [r for r in results["runs"] if any(r[k] != run[k] for k in same)] + [run]
+    results["runs"].sort(key=lambda r: (list(AXES).index(r["axis"]), r["peers_on"], r["shape"]["length"]))
+    file.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    """Words of the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, help="turns that count (5; --quick: 1)")
+    parser.add_argument("--axes", nargs="+", choices=list(AXES), default=list(AXES))
+    parser.add_argument("--peers-on", nargs="+", choices=["gloo", "shm"], default=["gloo", "shm"])
+    parser.add_argument("--rows", type=int, help="rows of the global batch")
+    parser.add_argument("--seq-length", type=int, help="tokens a row")
+    parser.add_argument("--json", type=Path, help="keep the numbers in a file")
+    parser.add_argument("--chart", type=Path, help="draw the file of --json (PNG)")
+    parser.add_argument("--quick", action="store_true", help="a small model, for one round")
+    parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
+    return parser.parse_args()
 
 
 def main() -> int:
-    """Compare the axes and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="turns that count")
-    parser.add_argument("--axes", nargs="+", choices=list(AXES), default=list(USUAL))
-    parser.add_argument("--rows", type=int, default=8, help="rows of the global batch")
-    parser.add_argument("--seq-length", type=int, default=512, help="tokens a row")
-    parser.add_argument("--json", type=Path, help="write the numbers to a file")
-    parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    """Compare the sides of each axis; 1 where one of ours has other numbers than the plain loop."""
+    args = parse()
     if args.rank:
-        folder, axis, rows, length = args.rank
-        rank_main(folder, axis, Shape(int(rows), int(length)))
+        folder, side, rows, length = args.rank
+        rank_main(folder, side, Shape(int(rows), int(length)))
         return 0
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    found, shape = [], Shape(args.rows, args.seq_length)
-    print(f"{'axis':<12}{'CPU-s/step':>12}{'plain':>8}{'ratio':>8}{'tok/s':>10}{'plain':>8}{'ratio':>8}", flush=True)
+    shape = Shape(args.rows or 8, args.seq_length or (64 if args.quick else 512))
+    rounds, wrong = args.rounds or (1 if args.quick else 5), []
     with tempfile.TemporaryDirectory() as folder:
-        save_model(folder)
+        save_model(folder, QUICK if args.quick else MODEL)
         for axis in args.axes:
-            r = compare(folder, axis, args.rounds, shape)
-            found.append(r)
-            tokens = shape.rows * shape.length
-            print(
-                f"{axis:<12}{r['two_cpu']:>12.2f}{r['one_cpu']:>8.2f}{r['cpu_ratio']:>8.2f}"
-                f"{tokens / r['two_wall']:>10.0f}{tokens / r['one_wall']:>8.0f}{r['speed_ratio']:>8.2f}",
-                flush=True,
-            )
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
-    over = [r["axis"] for r in found if r["cpu_ratio"] > BOUND]
-    print(f"above the bound of {BOUND}: {', '.join(over)}" if over else f"all within the bound of {BOUND}")
-    return 1 if over else 0
+            for transport in args.peers_on if AXES[axis].peers else args.peers_on[:1]:
+                sides = compare(folder, AXES[axis], transport, rounds, shape)
+                show(axis, transport, sides)
+                wrong += [name for name in AXES[axis].ours if "error" in sides[name]]
+                if args.json:
+                    keep(args.json, shape, {"axis": axis, "peers_on": transport, "rounds": rounds, "sides": sides})
+    if args.chart:
+        from chart import draw
+
+        draw(json.loads(args.json.read_text()), args.chart, asdict(shape))
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from axes import AXES, MODEL, PLAIN, Side, answer, save_model
+from axes import LAYOUTS, MODEL, PLAIN, save_model
+from sides import Side, answer
 
 
 def prompts_of(rows: int, length: int) -> Any:
@@ -56,7 +57,7 @@ def engine_step(
         "runner": {"task_type": "sft", "max_steps": 100, "seq_length": length + new, "cpu_backend": backend},
         "data": {"type": "tokens"},
         "actor": {
-            "micro_batch_size": 1, "global_batch_size": 2, "model": {"model_path": folder, **AXES[axis]},
+            "micro_batch_size": 1, "global_batch_size": 2, "model": {"model_path": folder, **LAYOUTS[axis]},
             "optim": {"lr": 1e-4}, "lr_sched": {"lr_decay_style": "constant"},
         },
     })  # fmt: skip
@@ -69,7 +70,7 @@ def main() -> None:
     """Compare the axes and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="turns that count")
-    parser.add_argument("--axes", nargs="+", choices=list(AXES), default=["one", "tp2", "dp2", "pp2"])
+    parser.add_argument("--axes", nargs="+", choices=list(LAYOUTS), default=["one", "tp2", "dp2", "pp2"])
     parser.add_argument("--rows", type=int, default=16, help="prompts, all decoded together")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=64, help="tokens of a response")
@@ -102,7 +103,7 @@ def main() -> None:
     for axis in sides:
         wall, cpu = (statistics.median(t[axis][kind] for t in turns) for kind in ("wall", "cpu"))
         ratio = statistics.median(t[PLAIN]["wall"] / t[axis]["wall"] for t in turns)
-        same = "-" if args.sample else all(t[axis]["loss"] == t[PLAIN]["loss"] for t in turns)
+        same = "-" if args.sample else all(t[axis]["value"] == t[PLAIN]["value"] for t in turns)
         print(f"{axis:<8}{tokens / wall:>8.0f}{ratio:>22.2f}{cpu:>8.2f}  {same}", flush=True)
 
 
