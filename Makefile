@@ -83,13 +83,13 @@ python-doc: $(STAMP) ## write docs/python.md anew, from signatures and docstring
 matrix: $(STAMP) ## write the README's support matrix anew
 	$(BIN)/python -m tests.docs.matrix --write
 
-benchmarks: smollm2 ## each axis, long rows, attention, generation, weight loading, tokenising, packing, collectives: ratios
-	$(BIN)/python benchmarks/axes.py
-	$(BIN)/python benchmarks/axes.py --axes cp2 cp2-a2a cp2-gather --rows 1 --seq-length 4096
+benchmarks: smollm2 ## each axis beside its peers, long rows, attention, generation, loading, data, collectives: ratios
+	$(BIN)/pip install -q -c constraints.txt -e '.[data,benchmarks]'
+	$(BIN)/python benchmarks/axes.py --json benchmarks/results.json --chart docs/axes.png
+	$(BIN)/python benchmarks/axes.py --axes cp --rows 1 --seq-length 4096 --json benchmarks/results.json
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/generation.py
 	$(BIN)/python benchmarks/load_weights.py
-	$(BIN)/pip install -q -c constraints.txt -e '.[data,benchmarks]'
 	$(BIN)/python benchmarks/tokenization.py --samples 10000
 	$(BIN)/python benchmarks/tokenization.py --samples 10000 --workers 2
 	$(BIN)/python benchmarks/packing.py
