@@ -113,6 +113,13 @@ class RunnerConfig(Block):
         "a step whose loss or gradients are not finite changes nothing and ends the run, or is said and skipped",
         to="on_nonfinite",
     )
+    check_replicas_every: Int = key(
+        -1,
+        "compare copies of weights and optimizer state bit by bit every so many steps, at the start and before saves;"
+        " <= 0: never",
+        "steps",
+        to="check_replicas_every",
+    )
     val_check_interval: Int = key(
         -1, "evaluate every so many steps, and before and after training; <= 0: never", "steps", to="val_check_interval"
     )

@@ -32,6 +32,7 @@ from hybrid5d.engine.deepspeed.pipeline_module import HybridPipelineModule
 from hybrid5d.engine.logprobs import collect, deal
 from hybrid5d.engine.objective import SUPERVISED, Objective
 from hybrid5d.engine.reference import Reference
+from hybrid5d.engine.replicas import replica_faults
 from hybrid5d.engine.results import BatchResult, StepResult, TokenLogprobs
 from hybrid5d.engine.step import (
     Counts,
@@ -303,6 +304,14 @@ class Engine:
         access = OptimizerState(self.ds.optimizer, self.ctx.dp_cp)
         steps = (self.global_step, self.skipped_steps)
         return TrainState(self.module, access, self.ctx, self.plan, *steps, follows=self._follows)
+
+    def replica_faults(self) -> list[str]:
+        """Copies of weights, masters and moments that are not equal to the bit; see `engine.replicas`.
+
+        Collective over the world.
+        """
+        found = replica_faults(self.module, OptimizerState(self.ds.optimizer, self.ctx.dp_cp))
+        return found + [f"critic: {line}" for line in (self.critic.replica_faults() if self.critic else ())]
 
     def save_checkpoint(
         self, directory: str | Path, state: Mapping[str, Any] | None = None, number: int | None = None

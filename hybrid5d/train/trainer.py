@@ -192,6 +192,8 @@ class Trainer:
         try:
             step, total = self.start_step, self.loader.total_steps
             self.requests.answered = True
+            if self.runner.check_replicas_every > 0:
+                self._check_replicas()
             if step == 0 and total != 0 and self._evaluates:
                 self.evaluate()
             request = self._answer()
@@ -219,12 +221,25 @@ class Trainer:
 
     def _step(self, step: int) -> StepResult:
         result = self._train(step)
-        done = self.done
+        done, every = self.done, self.runner.check_replicas_every
+        saves = self.runner.save_interval > 0 and done % self.runner.save_interval == 0
+        if every > 0 and (saves or done % every == 0):
+            self._check_replicas()
         if self._evaluates and done % self.runner.val_check_interval == 0:
             self.evaluate()
-        if self.runner.save_interval > 0 and done % self.runner.save_interval == 0:
+        if saves:
             self._save()
         return result
+
+    def _check_replicas(self) -> None:
+        self.note(f"comparison of copies after step {self.done}")
+        if found := self.engine.replica_faults():
+            lines = "\n".join(f"  {line}" for line in found)
+            raise TrainingError(
+                f"after step {self.done} copies that must be equal differ (runner.check_replicas_every):\n{lines}\n"
+                f"The last good state is {self._last_good()}. Fix: resume from it (runner.resume_dir), on other "
+                "machines where this comes again"
+            )
 
     def _train(self, step: int) -> StepResult:
         assert isinstance(self.loader, Loader)

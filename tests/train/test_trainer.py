@@ -344,3 +344,36 @@ def test_a_critic_s_step_is_skipped_and_said_too() -> None:
     assert run._skipped == 0
     with pytest.raises(TrainingError, match=r"step 3: critic: loss 2\.0"):  # what was not skipped cannot be
         Trainer._log(run, StepResult(**numbers, grad_norm=1.0, critic=StepResult(**numbers, grad_norm=math.inf)))
+
+
+def _one_bit(rank: int, path: str, words: tuple[str, ...]) -> dict[str, Any]:
+    """Trains; one bit of rank 1's copy of a norm flips after step 4."""
+    import torch
+
+    from hybrid5d.engine.engine import Engine
+
+    train_batch = Engine.train_batch
+
+    def flips(self: Any, batch: Any) -> Any:
+        result = train_batch(self, batch)
+        if rank == 1 and result.step == 4:
+            next(p for p in self.module.parameters() if p.dim() == 1).data.view(torch.uint8)[2] ^= 1
+        return result
+
+    Engine.train_batch = flips  # type: ignore[assignment, method-assign]
+    return train(rank, 2, path, words)
+
+
+_one_bit.needs_group = True  # type: ignore[attr-defined]
+
+
+def test_copies_are_compared_before_a_save_and_a_flipped_bit_ends_the_run(tmp_path: Path) -> None:
+    """Every third step is compared, every second saved: step 4's checkpoint does not come to be."""
+    path = str(write_run(tmp_path / "a"))
+    words = ("runner.check_replicas_every=3", "runner.save_interval=2", "runner.max_steps=6", TP2)
+    told = r"after step 4 copies .*\n  weight of model.layers.0.input_layernorm.weight: rank 0 against rank 1"
+    with pytest.raises(RankFailure, match=rf"(?s){told}.*The last good state is the checkpoint of step 2"):
+        run_ranks(2, _one_bit, path, words)
+    assert (tmp_path / "a" / "run" / "checkpoints" / "latest").read_text() == "global_step_2\n"
+    (tmp_path / "b").mkdir()
+    run_ranks(2, _one_bit, str(write_run(tmp_path / "b" / "a")), words[1:])  # not asked for: not seen
