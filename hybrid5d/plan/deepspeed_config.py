@@ -263,4 +263,5 @@ def _merge_leaf(e: Emitted, path: str, value: Any, translation: bool, unknown: C
     if same or (value == "auto" and ours is not trees.MISSING):
         return None
     rule = "hybrid5d writes this key itself" + (f", here {ours!r}" if ours is not trees.MISSING else "")
+    rule += f": {e.reasons[path]}" if not sources and path in e.reasons else ""
     return ConfigError(key, value, rule, f"set {instead} instead" if instead else "remove it")

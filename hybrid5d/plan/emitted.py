@@ -17,12 +17,14 @@ class Emitted:
         sources: path in the tree -> keys that decided its value.
         lost: keys that another one overrides -> which, in words.
         free: paths that `actor.deepspeed` may replace.
+        reasons: why a path has the value that it has, where no source says it.
     """
 
     tree: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
     free: set[str] = field(default_factory=set)
+    reasons: dict[str, str] = field(default_factory=dict)
 
     def emit(
         self, path: str, value: Any, *sources: str, over: Iterable[str] = (), why: str = "", free: bool = False
@@ -35,6 +37,8 @@ class Emitted:
         """
         trees.put(self.tree, path, value)
         self.sources[path] = sources
+        if why:
+            self.reasons[path] = why
         for key in over:
             self.lost[key] = why or f"{sources[0]} wins"
         if free:

@@ -47,16 +47,12 @@ class WeightGradients:
     """Accumulates the weight gradients of the linear layers and embeddings that it is attached to.
 
     Args:
-        place: says where a parameter's gradient accumulates; asked before each addition.
-
-    Attributes:
-        writes: additions so far by parameter, since `writes.clear()`.
+        place: says where a parameter's gradient accumulates; asked once before each addition.
     """
 
     def __init__(self, place: Callable[[Tensor], Place]):
         self._place, self._waiting = place, list[_Use]()
         self._put_off = False
-        self.writes: dict[Tensor, int] = {}
 
     def attach(self, params: Iterable[Tensor]) -> None:
         """Take the gradients of these parameters from now on."""
@@ -109,7 +105,7 @@ class WeightGradients:
 
     def product(self, weight: Tensor, dy: Tensor, x: Tensor, factor: float = 1.0) -> None:
         """factor dy^T x, now: dy [t, rows], for the first `rows` rows of a weight."""
-        total, fresh = self._open(weight)
+        total, fresh = self._place(weight)
         rows = dy.shape[-1]
         if fresh and rows < len(total):
             total[rows:].zero_()
@@ -117,7 +113,7 @@ class WeightGradients:
 
     def rows(self, weight: Tensor, ids: Tensor, dy: Tensor, padding_idx: int | None) -> None:
         """Add dy [..., H] to the rows `ids` [...] of a weight's gradient, now; rows `padding_idx` get nothing."""
-        total, fresh = self._open(weight)
+        total, fresh = self._place(weight)
         if fresh:
             total.zero_()
         flat, values = ids.reshape(-1), dy.reshape(-1, dy.shape[-1]).to(total.dtype)
@@ -125,14 +121,10 @@ class WeightGradients:
             values = values.masked_fill((flat == padding_idx).unsqueeze(-1), 0.0)
         total.index_add_(0, flat, values)
 
-    def _open(self, weight: Tensor) -> Place:
-        self.writes[weight] = self.writes.get(weight, 0) + 1
-        return self._place(weight)
-
     def _add(self, pairs: Sequence[tuple[Tensor, Tensor]], x: Tensor) -> None:
         flat = x.reshape(-1, x.shape[-1])
         for weight, dy in pairs:
-            total, fresh = self._open(weight)
+            total, fresh = self._place(weight)
             _add_product(total, fresh, dy.reshape(-1, dy.shape[-1]), flat)
 
 

@@ -295,6 +295,7 @@ def test_auto_is_resolved(ready: dict[str, Any]) -> None:
         ({"optimizer": {"type": "Lamb"}}, "optimizer.type", "actor.optim"),
         ({"scheduler": {"type": "WarmupLR"}}, "scheduler.type", "actor.lr_sched"),
         ({"communication_data_type": "bf16"}, "communication_data_type", "remove it"),
+        ({"zero_optimization": {"overlap_comm": True}}, "zero_optimization.overlap_comm", "once a step"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op", "remove it"),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size", "tensor_model_parallel_size"),
         ({"memory_breakdown": "auto"}, "memory_breakdown", "auto"),

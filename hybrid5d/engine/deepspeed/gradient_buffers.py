@@ -94,6 +94,9 @@ class FlatGradients(OptimizerGradients):
         for i, flat in enumerate(self.flats):
             for param, offset in zip(optimizer.round_robin_bit16_groups[i], optimizer.round_robin_bit16_offsets[i]):
                 self._views[param] = flat.narrow(0, offset, param.numel()).view(param.shape)
+        cut = [flat.chunk(dp_cp.size) for flat in self.flats]  # DeepSpeed pads groups to whole parts
+        self._parts = [[(r, x) for r, part in enumerate(parts) for x in part.split(self.bucket)] for parts in cut]
+        self._handed = [self._as_read(i, parts[dp_cp.rank]) for i, parts in enumerate(cut)]
 
     @staticmethod
     def fit(optimizer: Any) -> bool:
@@ -126,17 +129,14 @@ class FlatGradients(OptimizerGradients):
 
     def reduce(self) -> None:
         """Sum each rank's part of the buffers over dp x cp for that rank, and hand it to the optimizer."""
-        o = self.optimizer
-        for i, flat in enumerate(self.flats):
-            size = int(o.partition_size[i])
-            for owner in range(self.dp_cp.size):
-                for part in flat.narrow(0, owner * size, size).split(self.bucket):
-                    reduce_to(part, self.dp_cp, owner)
-            o.averaged_gradients[i] = self._handed(i, flat.narrow(0, self.dp_cp.rank * size, size))
+        for i, parts in enumerate(self._parts):
+            for owner, part in parts:
+                reduce_to(part, self.dp_cp, owner)
+            self.optimizer.averaged_gradients[i] = self._handed[i]
         for param in self._views:
             param.grad = None
 
-    def _handed(self, group: int, flat: Tensor) -> GradPartitionBufferGroup:
+    def _as_read(self, group: int, flat: Tensor) -> GradPartitionBufferGroup:
         """A partition as the optimizer reads it: its parameters' parts, then the flat tensor that it updates with."""
         o, me = self.optimizer, self.dp_cp.rank
         parts = []

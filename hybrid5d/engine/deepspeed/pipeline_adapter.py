@@ -7,7 +7,8 @@ forces each override; comments cite its headings.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,8 +25,18 @@ from hybrid5d.models.batch import LocalBatch
 from hybrid5d.parallel.collectives import all_reduce
 from hybrid5d.parallel.context import Axis, ParallelContext
 from hybrid5d.parallel.messages import Inbox, Pending, send
-from hybrid5d.plan.pipeline import Instruction, Message, Schedule, arrivals
+from hybrid5d.plan.pipeline import Instruction, Message, Op, Schedule, arrivals, needs, sends
 from hybrid5d.tensor_parallel import WeightGradients, defer_partial_sums, sum_partial_gradients
+
+
+@lru_cache(maxsize=64)
+def _work(
+    pipeline: Schedule, rank: int, micro_batches: int, train: bool
+) -> tuple[tuple[Instruction, ...], Mapping[int, Sequence[Message]]]:
+    """A rank's program and what comes to it, by sender; steps of one size share them."""
+    make = pipeline.program if train else pipeline.forwards
+    programs = [make(r, micro_batches) for r in range(pipeline.pp)]
+    return programs[rank], arrivals(pipeline, rank, programs)
 
 
 class PipelineAdapter(Inspected, PipelineEngine):
@@ -72,28 +83,26 @@ class PipelineAdapter(Inspected, PipelineEngine):
         self.micro_batches = len(batches)  # the scales allow for any number (deepspeed.md: Micro-batches)
         self.total_loss = torch.zeros((), dtype=torch.float32, device=self.device)
         self.gradients.start()
-        self._execute(batches, scales, self.pipeline.programs(len(batches)))
+        self._execute(batches, scales)
         return self.total_loss
 
     def infer(self, batches: Sequence[LocalBatch]) -> list[Any]:
         """Head outputs of each micro-batch on the rank of the last stage, [] elsewhere; no gradients."""
         self.module.eval()
-        programs = [self.pipeline.forwards(rank, len(batches)) for rank in range(self.pipeline.pp)]
         with torch.no_grad():
-            self._execute(batches, (), programs)
+            self._execute(batches, ())
         return [self._results.pop(m) for m in sorted(self._results)]
 
-    def _execute(
-        self, batches: Sequence[LocalBatch], scales: Sequence[float], programs: Sequence[Sequence[Instruction]]
-    ) -> None:
+    def _execute(self, batches: Sequence[LocalBatch], scales: Sequence[float]) -> None:
         self.batches, self.scales = batches, scales
         me = self.ctx.pp.rank
-        for peer, coming in arrivals(self.pipeline, me, programs).items():
+        program, expected = _work(self.pipeline, me, len(batches), bool(scales))
+        for peer, coming in expected.items():
             shapes = [(message, batches[message[2]].hidden_shape) for message in coming]
             axis = self.ctx.pp if peer < me else self.ctx.pp_back
             self._inboxes[peer] = Inbox(axis, peer, shapes, self.hidden_dtype, self.device)
         try:
-            self._exec_schedule(Program(self.pipeline, me, programs[me], bool(scales)))
+            self._exec_schedule(Program(self.pipeline, me, program, bool(scales)))
             for pending in self._sends:
                 pending.wait()
         finally:
@@ -102,18 +111,16 @@ class PipelineAdapter(Inspected, PipelineEngine):
                 left.clear()
             self._waiting.clear()
 
-    def _stage(self, key: Key) -> int:
-        return self.pipeline.stage(self.ctx.pp.rank, key[0])
-
     def _is_last(self, key: Key) -> bool:
-        return self._stage(key) == self.pipeline.stages - 1
+        return self.pipeline.stage(self.ctx.pp.rank, key[0]) == self.pipeline.stages - 1
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
-    def _send(self, kind: str, key: Key, x: Tensor) -> None:
-        stage = self._stage(key)
-        message, to = (kind, stage, key[1]), self.pipeline.place(stage + (1 if kind == "F" else -1))[0]
+    def _send(self, op: Op, key: Key, x: Tensor) -> None:
         me = self.ctx.pp.rank
+        post = sends(self.pipeline, me, Instruction(op, key[1], key[0]))
+        assert post is not None
+        to, message = post
         if to == me:
             self._own[message] = x
             return
@@ -121,9 +128,10 @@ class PipelineAdapter(Inspected, PipelineEngine):
         self._sends = [pending for pending in self._sends if not pending.is_completed()]
         self._sends.append(send(self.ctx.pp if to > me else self.ctx.pp_back, to, x))
 
-    def _receive(self, kind: str, key: Key) -> Tensor:
-        stage = self._stage(key) + (-1 if kind == "F" else 1)
-        message, source = (kind, stage, key[1]), self.pipeline.place(stage)[0]
+    def _receive(self, op: Op, key: Key) -> Tensor:
+        message = needs(self.pipeline, self.ctx.pp.rank, Instruction(op, key[1], key[0]))
+        assert message is not None
+        source = self.pipeline.place(message[1])[0]
         return self._own.pop(message) if source == self.ctx.pp.rank else self._inboxes[source].take(message)
 
     def _exec_recv_activations(self, buffer_id: Key) -> None:
