@@ -54,6 +54,8 @@ def prompt(folder: Path) -> tuple[str, list[int]]:
 @pytest.mark.parametrize("named", [False, True])  # the model's templates: one, or several by name
 def test_a_chat_with_the_export_has_the_prompt_of_the_training(tmp_path: Path, named: bool) -> None:
     own = write_tokenizer(tmp_path / "own", "b", {"default": OTHER, "tool_use": OTHER} if named else OTHER)
+    settings = own / "tokenizer_config.json"  # where transformers 4 kept the template
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": OTHER}))
     (tmp_path / "t.jinja").write_text(OWN)
     out = sidecar(
         tmp_path, data__chat_template=str(tmp_path / "t.jinja"), actor__tokenizer={"tokenizer_model": str(own)}
@@ -61,6 +63,7 @@ def test_a_chat_with_the_export_has_the_prompt_of_the_training(tmp_path: Path, n
     trained = load_tokenizer(str(own), model_vocab_size=259, chat_template=OWN)
     text = trained.render(CHAT)  # type: ignore[union-attr]
     assert prompt(out) == (text, trained.encode_batch([text])[0].tolist()) and text == "<user>ab|<assistant>c|"
+    assert "chat_template" not in json.loads((out / "tokenizer_config.json").read_text())
     assert prompt(out)[1] != prompt(tmp_path / "model")[1]
     assert transformers.AutoTokenizer.from_pretrained(out).chat_template == OWN  # no template by another name is left
 

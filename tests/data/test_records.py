@@ -107,7 +107,7 @@ def test_dolly_with_its_keys(tmp_path: Path) -> None:
 
 def test_unread_fields_are_reported_once(tmp_path: Path) -> None:
     records = [{"messages": TALK, "id": 1}, {"messages": TALK, "rejected": "x"}, {"messages": TALK, "rejected": "y"}]
-    records.append({"messages": [{**TALK[0], "name": "Ann"}, ANSWER], "score": None, "tools": [{"a": 1}]})
+    records.append({"messages": [{**TALK[0], "name": "Ann", "id": 4}, ANSWER], "score": None, "tools": [{"a": 1}]})
     for _ in range(2):  # again from the cache
         assert [n.partition("x.jsonl: ")[2] for n in read(tmp_path, "chat", *records).report.notices] == [
             "field 'messages[].name' is not read (1 record, the first in line 4)",
@@ -164,6 +164,11 @@ def test_masks_and_documents_of_token_rows(
 )
 def test_token_rows_that_cannot_be_honoured(tmp_path: Path, fields: dict[str, Any], rule: str) -> None:
     assert rule in refusal(tmp_path, "tokens", {"input_ids": [1, 2, 3], **fields})
+
+
+def test_documents_of_one_token_hold_no_target(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="none of the 1 rows has a token to learn"):
+        read(tmp_path, "tokens", {"input_ids": [1, 2, 3], "seq_lens": [1, 1, 1]})
 
 
 def test_a_row_cut_short_keeps_its_documents_apart(tmp_path: Path) -> None:

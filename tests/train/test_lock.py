@@ -166,6 +166,17 @@ def test_a_fresh_start_keeps_an_earlier_run_aside_whole(tmp_path: Path) -> None:
         assert folder.exit_code() is None and not (folder / "checkpoints").exists() and not (folder / METRICS).exists()
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "hf", METRICS])
+def test_what_a_killed_run_left_is_kept_aside(tmp_path: Path, name: str) -> None:
+    """It has no result, and perhaps only one of these."""
+    plan = plan_of(tmp_path / "a")
+    folder = RunFolder.of(plan)
+    folder.prepare(plan)
+    (folder / name).write_text("") if name == METRICS else (folder / name).mkdir()
+    assert folder.prepare(plan) == [f"{folder.path}: what an earlier run left there is kept in earlier-1/"]
+    assert (folder / "earlier-1" / name).exists() and not (folder / name).exists()
+
+
 def test_a_start_from_elsewhere_is_a_fresh_one_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.checkpoint.test_manifest import put
 
