@@ -24,6 +24,7 @@ th:first-child, td:first-child { text-align: left; }
 .legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; }
 .legend span { display: inline-block; width: .8em; height: .8em; margin-right: .4em; border: 1px solid var(--text); }
 svg { width: 100%; height: auto; display: block; } svg text { fill: var(--text); font: 12px system-ui, sans-serif; }
+svg text.in { fill: var(--page); font-size: 11px; pointer-events: none; }
 """
 
 

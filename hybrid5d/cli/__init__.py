@@ -17,6 +17,7 @@ def main() -> None:
     from hybrid5d.cli.export import export
     from hybrid5d.cli.plan import plan
     from hybrid5d.cli.report import report
+    from hybrid5d.cli.trace import trace
     from hybrid5d.cli.train import evaluate, train
 
     app = typer.Typer(
@@ -35,6 +36,7 @@ def main() -> None:
     app.command()(check)
     app.command()(env)
     app.command()(report)
+    app.command()(trace)
     app.add_typer(config, name="config")
     app(args=[_at_home(word) for word in sys.argv[1:]])
 

@@ -167,6 +167,13 @@ class RunnerConfig(Block):
         "collectives on CPU: auto (shared memory for groups of one host, else gloo), shm, gloo",
         to="cpu_backend",
     )
+    trace_steps: tuple[Int, Int] | None = key(
+        None,
+        "[first, last]: time every instruction and collective of these optimizer steps on every rank, for `hybrid5d "
+        "trace`; null: none",
+        "steps",
+        to="trace_steps",
+    )
     logger: LoggerConfig = key(LoggerConfig, "trackers")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from hybrid5d.engine.deepspeed.parameters import parameter_groups
 from hybrid5d.engine.deepspeed.pipeline_module import HybridPipelineModule
 from hybrid5d.engine.logprobs import collect, deal
 from hybrid5d.engine.objective import SUPERVISED, Objective
+from hybrid5d.engine.recorder import Recorder
 from hybrid5d.engine.reference import Reference
 from hybrid5d.engine.replicas import replica_faults
 from hybrid5d.engine.results import BatchResult, StepResult, TokenLogprobs
@@ -138,6 +139,12 @@ class Engine:
             origin=self._origin(batch, local, scales) if skipped and not adapts else None,
             loss_scale=scale,
         )
+
+    @contextmanager
+    def recording(self, recorder: Recorder, step: int) -> Iterator[None]:
+        """Inside, every instruction and every operation of a process group is timed: one `train_batch`, as a step."""
+        with self.ds.recording(recorder), recorder.step(step):
+            yield
 
     @own_modes(grad=False)
     def eval_batch(self, batch: StepBatch, objective: Objective = SUPERVISED) -> BatchResult:

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from hybrid5d.console import say
 from hybrid5d.data.build import eval_loader_from_plan, loader_from_plan, tokenizer_name
 from hybrid5d.data.loader import EvalLoader, Loader
+from hybrid5d.errors import ConfigErrors
 from hybrid5d.launch.env import LaunchEnv, environment, settle_environment, threads_per_rank
 from hybrid5d.launch.watch import Job
 from hybrid5d.plan.draft import Purpose
 from hybrid5d.plan.job import played
 from hybrid5d.plan.run import RunPlan
+from hybrid5d.plan.trace_rules import trace_faults
 from hybrid5d.train.lock import take
 from hybrid5d.train.run_folder import RunFolder
 
@@ -137,7 +139,14 @@ def sources(
     if purpose == "eval":
         return None, eval_loader_from_plan(plan, dp_rank)
     training = _rollouts(env, plan) if plan.config.is_rl else loader_from_plan(plan, dp_rank)
+    _refuse_trace(plan, training)
     return training, eval_loader_from_plan(plan, dp_rank) if _evaluates(plan) else None
+
+
+def _refuse_trace(plan: RunPlan, source: Source) -> None:
+    """Where the data decides how many steps there are."""
+    if faults := trace_faults(plan.config, source.total_steps):
+        raise ConfigErrors(faults)
 
 
 def _evaluates(plan: RunPlan) -> bool:

@@ -20,6 +20,7 @@ from hybrid5d.plan.pipeline_rules import asked_chunks, pipeline, stages
 from hybrid5d.plan.placement import Placement, actor_placement, components
 from hybrid5d.plan.sequence_rules import check_heads, check_hierarchical, ulysses_degree
 from hybrid5d.plan.tensors import legal_degrees, shapes, tp_faults
+from hybrid5d.plan.trace_rules import trace_steps
 
 _M, _O, _L = "actor.model.", "actor.optim.", "actor.lr_sched."
 _TP, _PP, _CP = f"{_M}tensor_model_parallel_size", f"{_M}pipeline_model_parallel_size", f"{_M}context_parallel_size"
@@ -503,7 +504,7 @@ RULES: tuple[Rule[Draft], ...] = (
     world, placement, batch, rl_batch, rl_keys, model_folder, weight_files, heads, ulysses, sequence_parallel,
     hierarchical, recompute_method, recompute_layers, pipeline, stages, warmup, _below_peak("min_lr"),
     _below_peak("lr_warmup_init"), tail, tail_length, weight_decay, zero, token_budget, budget_holds_a_row, trackers,
-    retention, deepspeed_block,
+    retention, trace_steps, deepspeed_block,
 )  # fmt: skip
 RUN_RULES: tuple[Rule[Draft], ...] = (
     data_type, reference, train_data, val_data, weights, tokenizer, resume, offload, loaded,

@@ -4,6 +4,7 @@ OUTPUT_DIR/EXPERIMENT_NAME/
   resolved.yaml  ds_config.json  layout.json  accelerate.yaml    the plan
   env.json                                                       versions, machine, launcher
   metrics.jsonl  eval.jsonl                                      one object a step / an evaluation
+  trace/                                                         times of the steps of runner.trace_steps, by rank
   checkpoints/  hf/                                              training checkpoints, the exported model
   result.json                                                    after a run that reached its end or stopped as asked
   run.lock                                                       who uses the folder now
@@ -26,8 +27,8 @@ from hybrid5d.plan.outputs import json_text, plan_files, write_files
 from hybrid5d.plan.run import RunPlan
 from hybrid5d.train.lock import LOCK
 
-ENV, METRICS, EVALS, RESULT, CHECKPOINTS, HF = (
-    "env.json", "metrics.jsonl", "eval.jsonl", "result.json", "checkpoints", "hf",
+ENV, METRICS, EVALS, RESULT, CHECKPOINTS, HF, TRACE = (
+    "env.json", "metrics.jsonl", "eval.jsonl", "result.json", "checkpoints", "hf", "trace",
 )  # fmt: skip
 _PREVIOUS, ASIDE = "result.previous.json", "earlier-"
 

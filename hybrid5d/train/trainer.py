@@ -20,6 +20,7 @@ from hybrid5d.parallel.collectives import max_scalars
 from hybrid5d.train.metrics import Console, JsonLines, Tracker, duration, open_trackers, step_record
 from hybrid5d.train.requests import Request, Requests
 from hybrid5d.train.run_folder import CHECKPOINTS, EVALS, HF, METRICS, RunFolder
+from hybrid5d.train.tracing import Tracer
 
 if TYPE_CHECKING:
     from hybrid5d.engine.engine import Engine
@@ -174,6 +175,7 @@ class Trainer:
         self.runner = engine.plan.config.runner
         self.console = Console(self.first, loader.total_steps)
         self.start_step = engine.global_step
+        self.tracer = Tracer(engine, folder, self.console)
         self._saved_at: int | None = self.start_step or None
         self._skipped = 0  # steps in a row that were not finite
         self._evaluations: list[Evaluation] = []
@@ -194,6 +196,7 @@ class Trainer:
             self.requests.answered = True
             if self.runner.check_replicas_every > 0:
                 self._check_replicas()
+            self.tracer.begin(step)
             if step == 0 and total != 0 and self._evaluates:
                 self.evaluate()
             request = self._answer()
@@ -201,6 +204,7 @@ class Trainer:
                 last = self._step(step)
                 step += 1
                 request = self._answer()
+            self.tracer.finish()
             ended = total is not None and step >= total
             result = self._end(last, time.perf_counter() - started) if ended else self._stopped(request, last)
         finally:
@@ -244,7 +248,8 @@ class Trainer:
     def _train(self, step: int) -> StepResult:
         assert isinstance(self.loader, Loader)
         self.note(f"step {step + 1}")
-        result = self.engine.train_batch(self.loader.step(step))
+        batch = self.loader.step(step)
+        result = self.tracer.train_batch(step + 1, batch)
         self._log(result)
         self.console.step(result)
         return result

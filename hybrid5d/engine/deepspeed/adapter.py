@@ -6,7 +6,8 @@ its plain engine. Both have `train_step`, `infer` and `divisor`. Comments cite t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from hybrid5d.engine.deepspeed.nonfinite import END, Inspected
 from hybrid5d.engine.deepspeed.optimizer_state import dynamic_scale, loss_scale
 from hybrid5d.engine.deepspeed.pipeline_adapter import PipelineAdapter
 from hybrid5d.engine.deepspeed.pipeline_module import HybridPipelineModule
+from hybrid5d.engine.recorder import Recorder
 from hybrid5d.generation.stage import Gather, as_they_are
 from hybrid5d.models.batch import LocalBatch
 from hybrid5d.parallel.context import ParallelContext
@@ -67,17 +69,39 @@ class PlainAdapter(Inspected, DeepSpeedEngine):
         self.module.train()
         self.total_loss = torch.zeros((), dtype=torch.float32, device=self.device)
         for i, (batch, scale) in enumerate(zip(batches, scales, strict=True)):
-            self.set_gradient_accumulation_boundary(i == len(batches) - 1)
+            last = i == len(batches) - 1
+            self.set_gradient_accumulation_boundary(last)
             batch.upstream = _upstream(self, scale)
             if self.inspector is not None:
                 self.inspector.begin(i, batch)
-            loss = DeepSpeedEngine.forward(self, None, batch) * scale
+            loss = self._forward_pass(batch) * scale
             if self.inspector is not None:
                 self.inspector.check(loss, "loss", END)
             self.total_loss += loss.detach().float()
             self.backward(loss)
-            self.step()
+            if last:
+                self._update()
+            else:
+                self.step()  # only counts
         return self.total_loss
+
+    def _forward_pass(self, batch: LocalBatch) -> Tensor:
+        return DeepSpeedEngine.forward(self, None, batch)
+
+    def _update(self) -> None:
+        self.step()
+
+    @contextmanager
+    def recording(self, recorder: Recorder) -> Iterator[None]:
+        """Inside, every pass and the update are timed."""
+        names = {"_forward_pass": "F", "backward": "X", "_update": "update"}
+        for name, op in names.items():
+            setattr(self, name, recorder.timed(op, getattr(self, name)))
+        try:
+            yield
+        finally:
+            for name in names:
+                delattr(self, name)
 
     def infer(self, batches: Sequence[LocalBatch]) -> list[Any]:
         self.module.eval()

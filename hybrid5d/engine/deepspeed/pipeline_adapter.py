@@ -7,7 +7,8 @@ forces each override; comments cite its headings.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch import Tensor
 from hybrid5d.engine.deepspeed.gradient_buffers import FlatGradients, OptimizerGradients
 from hybrid5d.engine.deepspeed.nonfinite import END, Inspected
 from hybrid5d.engine.deepspeed.optimizer_state import loss_scale
-from hybrid5d.engine.deepspeed.program import InputGradient, Key, Program, WeightGradient
+from hybrid5d.engine.deepspeed.program import NAMES, InputGradient, Key, Program, WeightGradient
+from hybrid5d.engine.recorder import Recorder
 from hybrid5d.generation.stage import as_they_are
 from hybrid5d.models.batch import LocalBatch
 from hybrid5d.parallel.collectives import all_reduce
@@ -85,6 +87,16 @@ class PipelineAdapter(Inspected, PipelineEngine):
         self.gradients.start()
         self._execute(batches, scales)
         return self.total_loss
+
+    @contextmanager
+    def recording(self, recorder: Recorder) -> Iterator[None]:
+        """Inside, every instruction is timed."""
+        plain = type(self)._INSTRUCTION_MAP
+        self._INSTRUCTION_MAP = {kind: recorder.timed(NAMES.get(kind, "?"), run) for kind, run in plain.items()}
+        try:
+            yield
+        finally:
+            del self._INSTRUCTION_MAP
 
     def infer(self, batches: Sequence[LocalBatch]) -> list[Any]:
         """Head outputs of each micro-batch on the rank of the last stage, [] elsewhere; no gradients."""

@@ -23,6 +23,16 @@ class WeightGradient(ds.BufferOpInstruction):
 
 
 _WORK = {"F": ds.ForwardPass, "X": ds.BackwardPass, "B": InputGradient, "W": WeightGradient}
+# What instructions are called in traces
+NAMES: dict[type[ds.PipeInstruction], str] = {kind: op for op, kind in _WORK.items()} | {
+    ds.SendActivation: "send",
+    ds.SendGrad: "send",
+    ds.RecvActivation: "recv",
+    ds.RecvGrad: "recv",
+    ds.ReduceTiedGrads: "sum",
+    ds.ReduceGrads: "reduce",
+    ds.OptimizerStep: "update",
+}
 
 
 class Program(ds.PipeSchedule):
