@@ -19,10 +19,11 @@ def trace_faults(config: RunConfig, total: int | None) -> list[ConfigError]:
     if config.runner.trace_steps is None:
         return []
     first, last = config.runner.trace_steps
-    fix = f"use [first, last] with 1 <= first <= last{'' if total is None else f' <= {total}'}, or null"
     if config.is_rl:
-        rule, fix = "steps of supervised training are traced, RL steps are not", "set it to null"
-    elif not 1 <= first <= last:
+        rule = "steps of supervised training are traced, RL steps are not"
+        return [ConfigError("runner.trace_steps", [first, last], rule, "set it to null")]
+    fix = f"use [first, last] with 1 <= first <= last{'' if total is None else f' <= {total}'}, or null"
+    if not 1 <= first <= last:
         rule = "steps are counted from 1, and the first one is not after the last"
     elif total is not None and last > total:
         rule = f"the run has {total} steps"

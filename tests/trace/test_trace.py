@@ -13,6 +13,7 @@ from hybrid5d.plan.layout import ParallelLayout
 from hybrid5d.trace.files import axis_of, read_trace
 from hybrid5d.trace.pieces import KINDS, pieces_of
 from hybrid5d.trace.summary import summary
+from hybrid5d.train.metrics import Console
 from tests.cli_kit import hybrid5d
 from tests.harness import run_ranks
 from tests.launch_kit import PP2, metrics, write_run
@@ -217,21 +218,32 @@ def test_the_data_may_decide_how_many_steps_there_are(tmp_path: Path) -> None:
     assert done.returncode == 2 and "runner.trace_steps=[1, 4]: the run has 3 steps" in done.stderr, done.stderr
 
 
-def test_a_run_from_yaml_to_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Traced steps train what untraced ones do; a resumed start says what it leaves out."""
+def _train(rank: int, world: int, path: str, words: tuple[str, ...]) -> list[str]:
+    """What the run says on this rank."""
+    said: list[str] = []
+    Console.say = lambda self, text: said.append(text)  # type: ignore[method-assign]  # this process serves one call
+    train(rank, world, path, words)
+    return said
+
+
+def test_a_run_from_yaml_to_page(tmp_path: Path) -> None:
+    """Traced steps train what untraced ones do; a resumed start says what it leaves out; a full disk ends nothing."""
     plain, path = write_run(tmp_path / "plain"), write_run(tmp_path / "traced")
     asked = "runner.trace_steps=[2,3]"
-    run_ranks(2, train, 2, str(plain), (PP2,))
-    run_ranks(2, train, 2, str(path), (PP2, asked, "runner.save_interval=4"))
+    (tmp_path / "plain" / "run").mkdir()
+    (tmp_path / "plain" / "run" / "trace").write_text("")  # no folder can be made
+    lost, _ = run_ranks(2, _train, 2, str(plain), (PP2, "runner.trace_steps=[1,1]"))
+    assert [line for line in lost if "trace of steps 1 to 1 is lost" in line and "cannot be written" in line], lost
+    said, _ = run_ranks(2, _train, 2, str(path), (PP2, asked, "runner.save_interval=4"))
     folder = tmp_path / "traced" / "run"
+    assert [line for line in said if line.startswith("trace of steps 2 to 3: ")]
     numbers = [[(s["loss"], s["grad_norm"]) for s in metrics(tmp_path / n / "run")] for n in ("plain", "traced")]
-    assert numbers[0] == numbers[1]
-    assert "trace of steps 2 to 3" in capfd.readouterr().out
+    assert numbers[0] == numbers[1] and len(numbers[0]) == 4
     found = json.loads(hybrid5d("trace", folder, "--format", "json").stdout)[0]
     assert found["steps"] == [2, 3] and found["schedule"] == {"name": "1f1b", "chunks": 1, "micro_batches": 8}
     steps = metrics(folder)[1:3]
     assert found["step_seconds"] == pytest.approx(sum(s["step_time_s"] for s in steps) / 2, rel=0.05)
     assert found["bubble"]["planned"] == pytest.approx(1 / 9)
-    run_ranks(2, train, 2, str(path), (PP2, asked, "runner.max_steps=5", "runner.resume_dir=auto"))
-    assert "this start begins after step 4: nothing is traced" in capfd.readouterr().out
+    said, _ = run_ranks(2, _train, 2, str(path), (PP2, asked, "runner.max_steps=5", "runner.resume_dir=auto"))
+    assert [line for line in said if "this start begins after step 4: nothing is traced" in line]
     assert read_trace(folder).tokens.keys() == {2, 3}
