@@ -78,15 +78,29 @@ def initialize(
     Raises:
         ConfigErrors: what only a running process can know (fp16 on a CPU, no model folder, hosts that differ).
     """
-    spec = plan.model
-    if spec is None:
-        raise ConfigErrors(
-            [ConfigError("actor.model.model_path", None, "training needs the model's config.json", "name a folder")]
-        )
-    minutes, shared = plan.config.actor.megatron.distributed_timeout_minutes, dict(flat(plan.config.to_tree()))
-    shared |= {**of_this_process(), **_model_files(plan, spec), **(facts or {})}
-    ensure_distributed(minutes, plan.config.runner.cpu_backend, shared, met)
-    device = current_device()
+    shared = {**dict(flat(plan.config.to_tree())), **of_this_process(), **_model_files(plan, KEY), **(facts or {})}
+    if plan.critic is not None:
+        shared |= _model_files(plan.critic, "critic.model.model_path")
+    ensure_distributed(
+        plan.config.actor.megatron.distributed_timeout_minutes, plan.config.runner.cpu_backend, shared, met
+    )
+    engine = _built(plan, layers)
+    if plan.critic is not None:
+        engine.critic = _built(plan.critic)
+    return engine
+
+
+def _spec(plan: RunPlan) -> ModelSpec:
+    """Raises ConfigErrors where no folder says what the model is."""
+    if plan.model is None:
+        rule = "training needs the model's config.json"
+        raise ConfigErrors([ConfigError("actor.model.model_path", None, rule, "name a folder")])
+    return plan.model
+
+
+def _built(plan: RunPlan, layers: LayerFactory | None = None) -> Engine:
+    """The engine of one model, in the process group that is there. Collective over the world."""
+    spec, device = _spec(plan), current_device()
     _refuse_at_run_time(plan, spec, device)
     ctx = ParallelContext.create(plan.layout, plan.sequence_parallel)
     model, options = plan.config.actor.model, sequence_options(plan)
@@ -107,19 +121,16 @@ def initialize(
     else:
         init_weights(module, plan.config.actor.seed, spec.initializer_range)
     freeze(module, plan.config.actor.freeze_parameters)
-    engine = Engine(plan, spec, ctx, module, options)
-    if plan.critic is not None:
-        engine.critic = initialize(plan.critic)
-    return engine
+    return Engine(plan, spec, ctx, module, options)
 
 
-def _model_files(plan: RunPlan, spec: ModelSpec) -> dict[str, Any]:
+def _model_files(plan: RunPlan, key: str) -> dict[str, Any]:
     """What must be the same in every host's model folder: config.json, and the weights' sizes (they are not read)."""
-    model = plan.config.actor.model
-    found: dict[str, Any] = {f"{KEY}: hash of config.json": zlib.crc32(json.dumps(spec.raw, sort_keys=True).encode())}
+    model, raw = plan.config.actor.model, json.dumps(_spec(plan).raw, sort_keys=True)
+    found: dict[str, Any] = {f"{key}: hash of config.json": zlib.crc32(raw.encode())}
     if weights_wanted(model.load_weights, model.model_path):
         weights = sorted(Path(str(model.model_path)).glob("*.safetensors"))
-        found[f"{KEY}: bytes of weights"] = {path.name: path.stat().st_size for path in weights}
+        found[f"{key}: bytes of weights"] = {path.name: path.stat().st_size for path in weights}
     return found
 
 

@@ -56,6 +56,7 @@ from hybrid5d.models.dtypes import DTYPES
 from hybrid5d.parallel.agree import gather_objects, together, world_axis
 from hybrid5d.parallel.collectives import max_scalars
 from hybrid5d.parallel.context import ParallelContext
+from hybrid5d.plan.pipeline_rules import asked_chunks
 from hybrid5d.plan.run import RunPlan
 
 
@@ -91,6 +92,7 @@ class Engine:
         self._agreed = self._warned = False
         self._reference: Reference | None = None
         self.critic: Engine | None = None
+        start_memory_peak(self.device)
 
     @property
     def attention_kernel(self) -> str:
@@ -117,7 +119,6 @@ class Engine:
                 step, when ranks of one dp replica were given different rows.
         """
         started = time.perf_counter()
-        start_memory_peak(self.device)
         counts = self._checked(batch, objective)
         scales = self._scales(counts, objective, self.plan.config.actor.loss_normalization)
         lr = set_schedule(self.ds.optimizer, self.plan.schedule, self.global_step - self.skipped_steps)
@@ -130,7 +131,7 @@ class Engine:
         self.global_step += 1
         self.skipped_steps += skipped
         adapts = skipped and self.plan.precision.adapts(scale)
-        return StepResult(
+        result = StepResult(
             **self._about(batch, counts, loss, metrics, started),
             grad_norm=float("nan") if norm is None else float(norm),
             lr=lr,
@@ -139,6 +140,8 @@ class Engine:
             origin=self._origin(batch, local, scales) if skipped and not adapts else None,
             loss_scale=scale,
         )
+        start_memory_peak(self.device)  # generation and evaluation before the next step are in its figure
+        return result
 
     @contextmanager
     def recording(self, recorder: Recorder, step: int) -> Iterator[None]:
@@ -233,8 +236,8 @@ class Engine:
         request = Request(prompts, sampling, samples, step, decode, batch_size, progress)
         request.check(self._spec.vocab_size)
         if self.plan.pipeline.chunks > 1:
-            kind, rule = self.plan.pipeline.kind, "generation goes through one run of layers a rank"
-            raise ConfigErrors([ConfigError("actor.model.pipeline_schedule", kind, rule, "use 1f1b, gpipe or zb-h1")])
+            key, rule = asked_chunks(self.plan.config.actor.model), "generation goes through one run of layers a rank"
+            raise ConfigErrors([ConfigError(*key, rule, "set it to null, or pipeline_schedule: 1f1b, gpipe or zb-h1")])
         stage = Stage(self.module.forward_funcs, self.ds.gather)
         return Generator(stage, self.ctx, self._spec.hidden_size, self._dtype, self.device).run(request)
 

@@ -16,7 +16,8 @@ class BatchResult:
         loss: mean over the global batch's valid tokens (0 where there are none).
         valid_tokens, tokens: tokens with a label; tokens of real rows. Counted once, whatever the layout.
         step_time_s: seconds, slowest rank.
-        peak_memory_bytes: largest peak over ranks (device memory on CUDA, resident set on CPU).
+        peak_memory_bytes: largest peak over ranks since the step before (device memory on CUDA; on CPU resident set
+            of the process).
         rows_seen: sample ids of the global batch.
         metrics: what the objective's rule reports: `means` over the global batch's valid tokens, `parts` of the loss
             averaged as the loss is.

@@ -22,6 +22,8 @@ from hybrid5d.parallel.collectives import sum_scalars
 from hybrid5d.parallel.context import ParallelContext
 from hybrid5d.plan.lr import LRSchedule
 
+MEMORY = "memory_"  # what names of device memory in a result's metrics begin with
+
 
 @contextmanager
 def own_modes(grad: bool = True) -> Iterator[None]:
@@ -190,7 +192,7 @@ def sum_over_model(values: Sequence[float], ctx: ParallelContext, device: torch.
 
 
 def device_memory(device: torch.device) -> dict[str, float]:
-    """CUDA: bytes at the step's peak that tensors and torch's allocator held, and all that is in use on the device.
+    """CUDA: bytes that tensors and torch's allocator held at the peak since the step before; all in use on the device.
 
     The last has what torch does not know of: CUDA's context, NCCL's buffers, other processes.
     """
@@ -198,9 +200,9 @@ def device_memory(device: torch.device) -> dict[str, float]:
         return {}
     free, total = torch.cuda.mem_get_info(device)
     return {
-        "memory_allocated_bytes": float(torch.cuda.max_memory_allocated(device)),
-        "memory_reserved_bytes": float(torch.cuda.max_memory_reserved(device)),
-        "memory_device_bytes": float(total - free),
+        f"{MEMORY}allocated_bytes": float(torch.cuda.max_memory_allocated(device)),
+        f"{MEMORY}reserved_bytes": float(torch.cuda.max_memory_reserved(device)),
+        f"{MEMORY}device_bytes": float(total - free),
     }
 
 

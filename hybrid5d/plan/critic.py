@@ -41,14 +41,20 @@ def _of_the_actor(config: RunConfig) -> tuple[str, ...]:
     return _LENGTHS if config.critic.model.model_path else (*_LENGTHS, "model_path", "hidden_size", *MODEL_NUMBERS)
 
 
-def critic_notices(config: RunConfig) -> list[str]:
-    """The critic's keys that are written and not read, as the actor's value is taken."""
+def replaced(config: RunConfig) -> dict[str, str]:
+    """The critic's keys that are written and not read, as the actor's value is taken: what to say of each."""
     own, actor = config.critic.model, config.actor.model
-    return [
-        f"critic.model.{name}={getattr(own, name)} is not read: the critic has the actor's, {getattr(actor, name)}"
+    return {
+        f"critic.model.{name}": f"the critic has the actor's, {getattr(actor, name)}"
         for name in _of_the_actor(config)
         if getattr(own, name) not in (None, getattr(actor, name))
-    ]
+    }
+
+
+def critic_notices(config: RunConfig) -> list[str]:
+    """`replaced`, each in a sentence."""
+    model = config.critic.model
+    return [f"{key}={getattr(model, key.split('.')[-1])} is not read: {why}" for key, why in replaced(config).items()]
 
 
 def critic_errors(errors: list[ConfigError], known: list[ConfigError]) -> list[ConfigError]:

@@ -157,7 +157,7 @@ _stage_elements = lru_cache(maxsize=4096)(elements_on)
 @lru_cache(maxsize=4096)
 def _elements(spec: ModelSpec, tp: int, stages: tuple[int, ...], mine: tuple[int, ...]) -> int:
     total = sum(_stage_elements(spec, stages, s, tp) for s in mine)
-    if spec.tie_word_embeddings and len(mine) > 1 and {0, len(stages) - 1} <= set(mine):
+    if spec.tied and len(mine) > 1 and {0, len(stages) - 1} <= set(mine):
         total -= -(-spec.vocab_size // tp) * spec.hidden_size  # zbv: both ends on one rank, one matrix
     return total
 

@@ -251,7 +251,7 @@ def groups_of(job: Job) -> dict[str, int]:
         sizes["dp_cp"] = lay.dp * lay.cp
     if job.cp_method == "a2a+p2p" and lay.cp > 1:
         sizes |= {"ulysses": job.ulysses, "ring": lay.cp // job.ulysses}
-    if job.spec.tie_word_embeddings and lay.pp > 1:
+    if job.spec.tied and lay.pp > 1:
         sizes["embedding"] = 2
     return {name: size for name, size in sizes.items() if size > 1}
 

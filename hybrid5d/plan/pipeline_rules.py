@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hybrid5d.config.schema import ModelConfig
 from hybrid5d.errors import ConfigError, reads
 from hybrid5d.plan.deepspeed_config import asked_zero_stage
 from hybrid5d.plan.draft import Draft
@@ -33,13 +34,12 @@ def pipeline(draft: Draft) -> list[ConfigError]:
     stage = asked_zero_stage(draft.config)
     if stage >= 2 and kind != "1f1b":
         rule = f"ZeRO {stage} runs micro-batches one by one, without a pipeline"
-        errors.append(ConfigError(*asked_chunks(draft), rule, "set it to null, or use ZeRO stage 1"))
+        errors.append(ConfigError(*asked_chunks(model), rule, "set it to null, or use ZeRO stage 1"))
     return errors
 
 
-def asked_chunks(draft: Draft) -> tuple[str, object]:
+def asked_chunks(model: ModelConfig) -> tuple[str, object]:
     """Key and value that ask for a schedule other than 1f1b."""
-    model = draft.config.actor.model
     if model.pipeline_schedule is None:
         return _CHUNKS, model.virtual_pipeline_model_parallel_size
     return _SCHEDULE, model.pipeline_schedule

@@ -9,6 +9,7 @@ from hybrid5d.config.classify import owner
 from hybrid5d.config.loaded import KeyReport
 from hybrid5d.config.schema import NO_CRITIC, RunConfig, schema_keys
 from hybrid5d.config.tree import get, leaves
+from hybrid5d.plan.critic import replaced
 from hybrid5d.plan.emitted import Emitted
 from hybrid5d.plan.outputs import layout_summary
 from hybrid5d.plan.placement import components
@@ -36,7 +37,7 @@ def emit_engine(plan: RunPlan) -> Emitted:
         extra = field.json_schema_extra or {}
         reads = {"rl": config.is_rl, "critic": config.has_critic}.get(extra.get("only", ""), True)
         if key.startswith("critic.") and extra.get("only") != "rl":
-            if config.has_critic:  # a run of its own: the report shows its keys as they stand
+            if config.has_critic:  # a run of its own: its keys are shown as they stand
                 e.emit(key, _value(config, key), key)
         elif extra.get("to") and reads:
             e.emit(extra["to"], _value(config, key), key)
@@ -150,7 +151,20 @@ def _fates(plan: RunPlan) -> Fates:
         else:
             unread = NO_CRITIC if key.startswith("critic.") else extra.get("unread", "nothing reads it")
             result[key] = ("dropped", None, unread)
-    return result
+    return result | _fates_of_critic(plan)
+
+
+def _fates_of_critic(plan: RunPlan) -> dict[str, tuple[str, str | None, str]]:
+    """What the critic does not read of its keys, though they are shown: as the actor would not."""
+    if plan.critic is None:
+        return {}
+    found = {
+        key.replace("actor.", "critic.", 1): (fate, None, why.replace("actor.", "critic."))
+        for key, (fate, _, why) in _fates(plan.critic).items()
+        if key.startswith("actor.") and fate in ("dropped", "overridden")
+    }
+    given = {key: ("overridden", None, why) for key, why in replaced(plan.config).items()}
+    return {key: fate for key, fate in (found | given).items() if key in schema_keys()}
 
 
 def _owned(path: str, value: Any, fates: Fates | None) -> dict[str, Any]:

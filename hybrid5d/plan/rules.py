@@ -379,7 +379,8 @@ def _prompt_data(draft: Draft) -> list[ConfigError]:
     errors, reward, asked = [], config.reward, config.algorithm.sampling_params.max_new_tokens
     if draft.pipeline.chunks > 1 and not draft.value_head:  # a critic generates nothing
         rule = f"{config.data.type} are answered by the training engine, which generates with one run of layers a rank"
-        errors.append(ConfigError(*asked_chunks(draft), rule, "set it to null, or use data.type: rollouts"))
+        fix = "set it to null, or use data.type: rollouts"
+        errors.append(ConfigError(*asked_chunks(config.actor.model), rule, fix))
     if config.rollout.rollout_backend == "files":
         fix = "use hybrid5d, or data.type: rollouts"
         errors.append(

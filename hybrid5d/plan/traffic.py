@@ -142,7 +142,7 @@ def _pipeline(job: Job, rank: int) -> Volume:
             if 0 <= other < job.schedule.stages and job.schedule.place(other)[0] != rank:
                 found += Volume(2, 2 * size, size).times(job.micro_batches)  # one sent, one received
     ends = {job.schedule.place(0)[0], job.schedule.place(job.schedule.stages - 1)[0]}
-    if job.spec.tie_word_embeddings and rank in ends and len(ends) == 2:
+    if job.spec.tied and rank in ends and len(ends) == 2:
         found += all_reduce(-(-job.spec.vocab_size // job.layout.tp) * job.spec.hidden_size * FP32, 2)
     return found
 

@@ -212,7 +212,7 @@ def value_loss(
     terms = value_terms(value_cliprange, v, {"returns": target, "old_values": old})
     loss = aggregate(terms.loss, mask, "token-mean")
     metrics = {name: float(aggregate(x.detach(), mask, "token-mean")) for name, x in terms.means.items()}
-    metrics["explained_variance"] = _explained_variance(v.detach(), target, mask)
+    metrics["explained_variance"] = explained_variance(v.detach()[mask], target[mask])
     return loss, metrics
 
 
@@ -226,9 +226,7 @@ def value_terms(value_cliprange: float, values: Tensor, columns: Mapping[str, Te
     return LossTerms(loss, {"value_loss": loss, "value_clip_fraction": (plain < bounded).to(values.dtype)}, {})
 
 
-def _explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - var(R - v) / var(R) over the mask; NaN where the returns do not vary."""
-    spread = returns[mask].double().var(correction=0)
-    if mask.sum() < 2 or not spread > 0:
-        return float("nan")
-    return float(1 - (returns[mask].double() - values[mask].double()).var(correction=0) / spread)
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """1 - var(R - v) / var(R) over tokens [t]; NaN where the returns do not vary."""
+    spread = returns.double().var(correction=0) if len(returns) else 0.0
+    return float(1 - (returns.double() - values.double()).var(correction=0) / spread) if spread > 0 else float("nan")

@@ -5,6 +5,7 @@ Every rank passes the same rows. Statistics are of all of them, computed once be
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -19,8 +20,10 @@ from hybrid5d.data.order import epoch_order
 from hybrid5d.data.types import IGNORE_INDEX, Document, StepBatch
 from hybrid5d.engine.engine import Engine
 from hybrid5d.engine.objective import Objective
-from hybrid5d.engine.results import StepResult
+from hybrid5d.engine.results import BatchResult, StepResult
+from hybrid5d.engine.step import MEMORY
 from hybrid5d.rl.advantages import compute_advantages
+from hybrid5d.rl.losses import explained_variance
 from hybrid5d.rl.objective import nothing, policy_objective, value_objective
 from hybrid5d.rl.rollouts import Rollout
 
@@ -160,19 +163,23 @@ class Critic:
             step=own.step,  # the actor's steps stand still while it waits
             step_time_s=actor.step_time_s + own.step_time_s,
             peak_memory_bytes=max(actor.peak_memory_bytes, own.peak_memory_bytes),
-            metrics={**actor.metrics, **about, **own.metrics, "explained_variance": _explained(documents)},
+            metrics={**actor.metrics, **about, **own.metrics, **_memory(actor, own), **_explained(documents)},
         )
 
 
-def _explained(documents: Sequence[Document]) -> float:
-    """1 - var(R - V) / var(R) over the tokens of documents; 0 where the returns do not vary."""
-    own = [d.labels != IGNORE_INDEX for d in documents]
-    returns, values = (
-        np.concatenate([d.columns[name][here] for d, here in zip(documents, own)]).astype(np.float64)
-        for name in ("returns", "old_values")
+def _memory(a: BatchResult, b: BatchResult) -> dict[str, float]:
+    """Both engines are in one process: the larger of what each saw of it."""
+    return {name: max(x, a.metrics[name]) for name, x in b.metrics.items() if name.startswith(MEMORY)}
+
+
+def _explained(documents: Sequence[Document]) -> dict[str, float]:
+    """How well the values foretold the returns of the documents' own tokens; nothing where the returns do not vary."""
+    values, returns = (
+        torch.from_numpy(np.concatenate([d.columns[name][d.labels != IGNORE_INDEX] for d in documents]))
+        for name in ("old_values", "returns")
     )
-    spread = float(returns.var()) if len(returns) else 0.0
-    return 1.0 - float((returns - values).var()) / spread if spread > 0 else 0.0
+    found = explained_variance(values, returns)
+    return {} if math.isnan(found) else {"explained_variance": found}
 
 
 def minibatch(documents: Sequence[Document], rl_step: int, options: LoaderOptions) -> StepBatch:

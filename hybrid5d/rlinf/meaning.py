@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from hybrid5d.config.loaded import KeyReport
-from hybrid5d.config.schema import RL_TASKS, RunConfig
+from hybrid5d.config.schema import RL_TASKS, ActorConfig, CriticConfig, RunConfig
 from hybrid5d.config.tree import get, has, put
 from hybrid5d.errors import ConfigError, Rule, reads, run_rules, touches
 from hybrid5d.rlinf.keys import MOE_TYPES, TASKS, VLM_TYPES
@@ -156,18 +156,27 @@ def _start_weights(keys: KeyReport) -> list[ConfigError]:
 Subject = tuple[RunConfig, KeyReport]
 
 
-@reads("actor.optim.fp16", "actor.optim.bf16", "actor.model.precision")
+def _trained(config: RunConfig) -> dict[str, ActorConfig | CriticConfig]:
+    """The blocks of what is trained, by name."""
+    return {"actor": config.actor, **({"critic": config.critic} if config.has_critic else {})}
+
+
+@reads(*(f"{block}.{n}" for block in ("actor", "critic") for n in ("optim.fp16", "optim.bf16", "model.precision")),
+       "critic.use_critic_model", "runner.task_type", "data.rollout_batch_size")  # fmt: skip
 def _precision_flags(subject: Subject) -> list[ConfigError]:
     config, keys = subject
-    optim, precision = config.actor.optim, config.actor.model.precision
+    return [error for block, own in _trained(config).items() for error in _flags_of(block, own, keys)]
+
+
+def _flags_of(block: str, own: ActorConfig | CriticConfig, keys: KeyReport) -> list[ConfigError]:
+    optim, key = own.optim, f"{block}.model.precision"
     if optim.fp16 and optim.bf16:
-        rule = "actor.optim.fp16 and actor.optim.bf16 are both true"
-        return [ConfigError("actor.optim.fp16", True, rule, "keep the one that model.precision names")]
+        rule = f"{block}.optim.fp16 and {block}.optim.bf16 are both true"
+        return [ConfigError(f"{block}.optim.fp16", True, rule, "keep the one that model.precision names")]
     for name, value in (("fp16", optim.fp16), ("bf16", optim.bf16)):
-        if value and precision != name:
-            written = get(keys.tree, "actor.model.precision")
-            rule = f"actor.optim.{name}=True contradicts actor.model.precision={written!r}"
-            return [ConfigError(f"actor.optim.{name}", True, rule, f"remove it, or set actor.model.precision: {name}")]
+        if value and own.model.precision != name:
+            rule = f"{block}.optim.{name}=True contradicts {key}={get(keys.tree, key)!r}"
+            return [ConfigError(f"{block}.optim.{name}", True, rule, f"remove it, or set {key}: {name}")]
     return []
 
 
@@ -243,7 +252,8 @@ def notices(config: RunConfig, keys: KeyReport) -> None:
         keys.notice(
             "vision-language model: the numbers are those of its language model; training it is not supported yet"
         )
-    _optimizer_notices(keys, config)
+    for block, own in _trained(config).items():
+        _optimizer_notices(keys, block, own)
     _schedule_notices(keys, config)
     _batch_notices(keys, config)
     _loss_notices(keys, config)
@@ -287,45 +297,48 @@ def _rl_notices(keys: KeyReport, config: RunConfig) -> None:
         keys.notice("shuffle_rollout: RLinf repeats one permutation, hybrid5d takes another in each RL step")
 
 
-def _optimizer_notices(keys: KeyReport, config: RunConfig) -> None:
-    tree, optim, sched, model = keys.tree, config.actor.optim, config.actor.lr_sched, config.actor.model
-    dead = get(tree, "actor.optim.min_lr")
+def _optimizer_notices(keys: KeyReport, block: str, own: ActorConfig | CriticConfig) -> None:
+    optim, sched, model, written = own.optim, own.lr_sched, own.model, f"{block}.optim.min_lr"
+    dead, of = get(keys.tree, written), "" if block == "actor" else f"{block}."
     if dead is not None and dead != sched.min_lr:
         shown = f"{dead:g}" if isinstance(dead, (int, float)) else repr(dead)
-        keys.notice(f"optim.min_lr={shown} is dead, lr_sched.min_lr={sched.min_lr:g} wins")
-    if "actor.optim.min_lr" in keys.dropped:
-        keys.overridden["actor.optim.min_lr"] = (dead, "lr_sched.min_lr wins (0.0 where absent)")
-        del keys.dropped["actor.optim.min_lr"]
+        keys.notice(f"{of}optim.min_lr={shown} is dead, {of}lr_sched.min_lr={sched.min_lr:g} wins")
+    if written in keys.dropped:
+        keys.overridden[written] = (dead, "lr_sched.min_lr wins (0.0 where absent)")
+        del keys.dropped[written]
     for name in ("max_lr", "lr"):
-        path = f"actor.lr_sched.{name}"
+        path = f"{block}.lr_sched.{name}"
         if path in keys.dropped:
             value, _ = keys.dropped.pop(path)
             keys.overridden[path] = (value, "optim.lr is the peak")
             if isinstance(value, (int, float)) and value != optim.lr:
-                keys.notice(f"lr_sched.{name}={value:g} is dead, optim.lr={optim.lr:g} is the peak")
+                keys.notice(f"{of}lr_sched.{name}={value:g} is dead, {of}optim.lr={optim.lr:g} is the peak")
     if model.precision == "bf16" and optim.loss_scale:
         keys.notice(
-            f"bf16 with loss_scale {optim.loss_scale:g}: Megatron applies a "
+            f"{of}bf16 with loss_scale {optim.loss_scale:g}: Megatron applies a "
             "constant scaler, DeepSpeed's bf16 has none; dropped"
         )
     if model.precision == "fp16" and not optim.loss_scale:
-        keys.notice("fp16 without loss_scale: dynamic loss scale")
+        keys.notice(f"{of}fp16 without loss_scale: dynamic loss scale")
         power, least = math.log2(optim.initial_loss_scale), optim.min_loss_scale
         if power != round(power):
-            keys.notice(
-                f"initial_loss_scale={optim.initial_loss_scale:g} becomes 2^{round(power)}: DeepSpeed takes powers of 2"
-            )
+            shown = f"{of}initial_loss_scale={optim.initial_loss_scale:g}"
+            keys.notice(f"{shown} becomes 2^{round(power)}: DeepSpeed takes powers of 2")
         if least != max(1, round(least)):
-            keys.notice(f"min_loss_scale={least:g} becomes {max(1, round(least))}: DeepSpeed takes integers from 1 on")
+            keys.notice(
+                f"{of}min_loss_scale={least:g} becomes {max(1, round(least))}: DeepSpeed takes integers from 1 on"
+            )
     if model.precision == "fp32" and optim.loss_scale:
-        keys.notice(f"fp32 with loss_scale {optim.loss_scale:g}: fp32 needs no scaling; dropped")
+        keys.notice(f"{of}fp32 with loss_scale {optim.loss_scale:g}: fp32 needs no scaling; dropped")
     if (optim.bf16 is False and model.precision == "bf16") or (optim.fp16 is False and model.precision == "fp16"):
-        flags = ", ".join(f"optim.{n}={v}" for n, v in (("bf16", optim.bf16), ("fp16", optim.fp16)) if v is not None)
-        keys.notice(f"{flags} contradicts precision {model.precision}: precision wins")
+        flags = ", ".join(
+            f"{of}optim.{n}={v}" for n, v in (("bf16", optim.bf16), ("fp16", optim.fp16)) if v is not None
+        )
+        keys.notice(f"{flags} contradicts {of}precision {model.precision}: precision wins")
     if optim.optimizer_cpu_offload and optim.optimizer_offload_fraction == 0:
-        keys.notice("optimizer_cpu_offload with optimizer_offload_fraction 0 (RLinf's default) offloads nothing")
+        keys.notice(f"{of}optimizer_cpu_offload with optimizer_offload_fraction 0 (RLinf's default) offloads nothing")
     if model.precision == "fp32" and keys.foreign:
-        keys.notice("precision fp32: RLinf's Megatron actor refuses it, hybrid5d trains in it")
+        keys.notice(f"{of}precision fp32: RLinf's Megatron {block} refuses it, hybrid5d trains in it")
 
 
 def _schedule_notices(keys: KeyReport, config: RunConfig) -> None:

@@ -139,7 +139,8 @@ class _Scores(NamedTuple):
     entropy: Tensor | None
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """What losses are computed in: fp32, fp64 for fp64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -205,7 +206,7 @@ def _runs(total: int, size: int) -> Iterator[slice]:
     return (slice(begin, min(begin + size, total)) for begin in range(0, total, size))
 
 
-def _selected(x: Tensor, *, weight: Tensor | None, ignored: Tensor) -> Tensor:
+def selected(x: Tensor, *, weight: Tensor | None = None, ignored: Tensor) -> Tensor:
     """`x`, times the weight, of tokens with a target; 0 elsewhere, whatever stands there."""
     return (x if weight is None else x * weight).masked_fill(ignored, 0.0)
 
@@ -219,7 +220,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         need_h, need_w = ctx.needs_input_grad[:2]
         early, late = _halves(options.upstream or 1.0, hidden.dtype)
         ctx.early, ctx.upstream = early, early * late
-        wide, tokens = _wide(hidden), hidden.shape[0]
+        wide, tokens = wide_dtype(hidden), hidden.shape[0]
         grad_h = torch.empty_like(hidden) if need_h else None
         taken = gradients_of(weight) if need_w and options.upstream is not None else None
         grad_w = torch.zeros_like(weight, dtype=wide) if need_w and taken is None else None
@@ -232,7 +233,7 @@ class _LinearTokenLoss(torch.autograd.Function):
             terms = rule.of(scores.logp, scores.entropy, {k: v[rows] for k, v in columns.items()})
             ignored = t == IGNORE_INDEX
             weight_of = columns["loss_weight"][rows] if "loss_weight" in columns else None
-            weigh = partial(_selected, weight=weight_of, ignored=ignored)
+            weigh = partial(selected, weight=weight_of, ignored=ignored)
             total += weigh(terms.loss).sum()
             for sums, found, select in zip(reported, (terms.means, terms.parts), (partial(weigh, weight=None), weigh)):
                 for name, values in found.items():
@@ -333,5 +334,5 @@ def linear_logprobs(
         assert scores.entropy is not None
         results.append(torch.stack((scores.logp, scores.entropy)))
         del scores
-    logp, entropy = torch.cat(results, 1) if results else flat.new_zeros((2, 0), dtype=_wide(flat))
+    logp, entropy = torch.cat(results, 1) if results else flat.new_zeros((2, 0), dtype=wide_dtype(flat))
     return logp.view(targets.shape), entropy.view(targets.shape)

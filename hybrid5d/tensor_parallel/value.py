@@ -6,6 +6,7 @@ the values are gathered and not the hidden states.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from hybrid5d.parallel.collectives import all_gather_seq, split_seq
 from hybrid5d.parallel.context import Axis
-from hybrid5d.tensor_parallel.loss import IGNORE_INDEX, Columns, TokenLoss, TokenRule
+from hybrid5d.tensor_parallel.loss import IGNORE_INDEX, Columns, TokenLoss, TokenRule, selected, wide_dtype
 
 
 class _Total(torch.autograd.Function):
@@ -30,7 +31,9 @@ class _Total(torch.autograd.Function):
 
 
 def _own_values(hidden: Tensor, weight: Tensor) -> Tensor:
-    return hidden.matmul(weight[0]).float() if hidden.dtype != torch.float64 else hidden.matmul(weight[0])
+    """In fp32: a value rounded to 16 bits would be off by more than `value_cliprange` moves it."""
+    wide = wide_dtype(hidden)
+    return hidden.to(wide).matmul(weight[0].to(wide))
 
 
 def linear_values(hidden: Tensor, weight: Tensor, axis: Axis, sequence_parallel: bool = False) -> Tensor:
@@ -50,13 +53,8 @@ def linear_value_loss(
     """
     own = _own_values(hidden, weight)
     values = all_gather_seq(own.detach(), axis).wait() if sequence_parallel else own.detach()
-    ignored = targets == IGNORE_INDEX
-    terms = rule.of(values, None, columns)
-    slopes = terms.d_logp.masked_fill(ignored, 0.0)
-    total = terms.loss.masked_fill(ignored, 0.0).sum()
-    means, parts = (
-        {name: x.masked_fill(ignored, 0.0).double().sum() for name, x in kind.items()}
-        for kind in (terms.means, terms.parts)
-    )
-    loss = _Total.apply(own, total, split_seq(slopes, axis) if sequence_parallel else slopes)
-    return TokenLoss(loss, values.masked_fill(ignored, 0.0), None, means, parts)
+    pick, terms = partial(selected, ignored=targets == IGNORE_INDEX), rule.of(values, None, columns)
+    slopes = pick(terms.d_logp)
+    means, parts = ({name: pick(x).double().sum() for name, x in kind.items()} for kind in (terms.means, terms.parts))
+    loss = _Total.apply(own, pick(terms.loss).sum(), split_seq(slopes, axis) if sequence_parallel else slopes)
+    return TokenLoss(loss, pick(values), None, means, parts)
