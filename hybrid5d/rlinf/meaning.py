@@ -299,10 +299,10 @@ def _rl_notices(keys: KeyReport, config: RunConfig) -> None:
 
 def _optimizer_notices(keys: KeyReport, block: str, own: ActorConfig | CriticConfig) -> None:
     optim, sched, model, written = own.optim, own.lr_sched, own.model, f"{block}.optim.min_lr"
-    dead, of = get(keys.tree, written), "" if block == "actor" else f"{block}."
+    dead, of = get(keys.tree, written), "" if block == "actor" else f"{block}: "
     if dead is not None and dead != sched.min_lr:
         shown = f"{dead:g}" if isinstance(dead, (int, float)) else repr(dead)
-        keys.notice(f"{of}optim.min_lr={shown} is dead, {of}lr_sched.min_lr={sched.min_lr:g} wins")
+        keys.notice(f"{of}optim.min_lr={shown} is dead, lr_sched.min_lr={sched.min_lr:g} wins")
     if written in keys.dropped:
         keys.overridden[written] = (dead, "lr_sched.min_lr wins (0.0 where absent)")
         del keys.dropped[written]
@@ -312,7 +312,7 @@ def _optimizer_notices(keys: KeyReport, block: str, own: ActorConfig | CriticCon
             value, _ = keys.dropped.pop(path)
             keys.overridden[path] = (value, "optim.lr is the peak")
             if isinstance(value, (int, float)) and value != optim.lr:
-                keys.notice(f"{of}lr_sched.{name}={value:g} is dead, {of}optim.lr={optim.lr:g} is the peak")
+                keys.notice(f"{of}lr_sched.{name}={value:g} is dead, optim.lr={optim.lr:g} is the peak")
     if model.precision == "bf16" and optim.loss_scale:
         keys.notice(
             f"{of}bf16 with loss_scale {optim.loss_scale:g}: Megatron applies a "
@@ -332,9 +332,9 @@ def _optimizer_notices(keys: KeyReport, block: str, own: ActorConfig | CriticCon
         keys.notice(f"{of}fp32 with loss_scale {optim.loss_scale:g}: fp32 needs no scaling; dropped")
     if (optim.bf16 is False and model.precision == "bf16") or (optim.fp16 is False and model.precision == "fp16"):
         flags = ", ".join(
-            f"{of}optim.{n}={v}" for n, v in (("bf16", optim.bf16), ("fp16", optim.fp16)) if v is not None
+            f"optim.{n}={v}" for n, v in (("bf16", optim.bf16), ("fp16", optim.fp16)) if v is not None
         )
-        keys.notice(f"{flags} contradicts {of}precision {model.precision}: precision wins")
+        keys.notice(f"{of}{flags} contradicts precision {model.precision}: precision wins")
     if optim.optimizer_cpu_offload and optim.optimizer_offload_fraction == 0:
         keys.notice(f"{of}optimizer_cpu_offload with optimizer_offload_fraction 0 (RLinf's default) offloads nothing")
     if model.precision == "fp32" and keys.foreign:

@@ -41,6 +41,15 @@ def foreign(**changes: Any) -> dict[str, Any]:
     return tree
 
 
+def test_a_critics_precision_flags_are_held_to_its_own_precision(tmp_path: Path) -> None:
+    rl = {"runner__task_type": "reasoning", "data__rollout_batch_size": 4, "algorithm": {"adv_type": "gae"}}
+    critic = {"use_critic_model": True, "model": {"precision": "bf16"}, "optim": {"fp16": True}}
+    lines = refused(tmp_path, **rl, critic=critic)
+    assert len(lines) == 1 and "critic.model.precision" in lines["critic.optim.fp16"]
+    lines = refused(tmp_path, **rl, critic={**critic, "optim": {"fp16": True, "bf16": True}})
+    assert len(lines) == 1 and "critic.optim.bf16" in lines["critic.optim.fp16"]
+
+
 @pytest.mark.parametrize("text", ["2e-05", "2e-5", "0.00002", '"2e-05"', "2.0e-5", "+2e-05", "20.0E-6"])
 def test_numbers_without_a_dot_are_numbers(tmp_path: Path, text: str) -> None:
     path = write_yaml(tmp_path / "a.yaml", f"actor: {{optim: {{lr: {text}}}}}\n")

@@ -215,6 +215,25 @@ def test_a_critic_is_shown_key_by_key(tmp_path: Path) -> None:
     assert line["disposition"] == "dropped" and line["why"] == "critic.use_critic_model is false"
 
 
+def test_a_critics_keys_without_effect_are_told_as_the_actors(tmp_path: Path) -> None:
+    """Loss scale, dead rates, flags against the precision, and what the actor's value replaces."""
+    own = {
+        "use_critic_model": True, "model": {"precision": "bf16", "seq_length": 77},
+        "optim": {"loss_scale": 128.0, "min_lr": 1e-9, "bf16": False}, "lr_sched": {"max_lr": 3.0},
+    }  # fmt: skip
+    found = translated(tmp_path, 8, **RL, critic=own)
+    for words in ("bf16 with loss_scale 128", "optim.min_lr=1e-09 is dead", "lr_sched.max_lr=3 is dead",
+                  "optim.bf16=False contradicts precision bf16"):  # fmt: skip
+        assert len(told(found, f"critic: {words}")) == 1, words
+    fates = {key: report(found, f"critic.{key}") for key in ("optim.loss_scale", "optim.min_lr", "model.seq_length")}
+    assert [line["disposition"] for line in fates.values()] == ["dropped", "overridden", "overridden"]
+    for key, words in (("optim.loss_scale", "only fp16"), ("model.seq_length", "the critic has the actor's")):
+        assert words in fates[key]["why"]
+    assert report(found, "critic.model.precision")["disposition"] == "engine"
+    own["use_critic_model"] = False
+    assert not told(translated(tmp_path, 8, **RL, critic=own), "critic:")
+
+
 @pytest.mark.parametrize("key", ["algorithm__multi_agent", "agentloop__is_dynamic_rollout_batch"])
 @pytest.mark.parametrize(
     ("prompts", "alone", "many"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,14 @@ def _one_waits(rank: int, port: int, path: Path, done: Path) -> list[tuple[str, 
     return waited
 
 
-def _run(tmp_path: Path, backend: str, timeout: float, **model: Any) -> Path:
+PPO = {
+    "runner__task_type": "reasoning", "data__type": "rollouts", "data__rollout_batch_size": 2,
+    "algorithm": {"adv_type": "gae", "group_size": 1}, "runner__val_check_interval": -1,
+    "critic": {"use_critic_model": True, "model": {"model_path": "critic"}},
+}  # fmt: skip
+
+
+def _run(tmp_path: Path, backend: str, timeout: float, more: Mapping[str, Any] = {}, **model: Any) -> Path:
     """A YAML; `model`: other keys of actor.model, else a folder is made."""
     (tmp_path / "rows.jsonl").write_text("{}\n")
     changes = {
@@ -60,7 +68,7 @@ def _run(tmp_path: Path, backend: str, timeout: float, **model: Any) -> Path:
         "actor__megatron__distributed_timeout_minutes": timeout,
         **{f"actor__model__{k}": v for k, v in (model or {"model_path": str(write_model(tmp_path / "model"))}).items()},
     }
-    return write_yaml(tmp_path / "run.yaml", native(**changes))
+    return write_yaml(tmp_path / "run.yaml", native(**changes, **more))
 
 
 @pytest.mark.parametrize("backend, made", [("gloo", "gloo"), ("shm", "shm"), ("auto", "shm_or_gloo")])
@@ -83,19 +91,22 @@ def _with_its_own_folder(rank: int, port: int, folders: list[Path]) -> list[str]
     return [str(error) for error in caught.value.errors]
 
 
+@pytest.mark.parametrize("of", ["actor", "critic"])
 @pytest.mark.parametrize("what", ["hash of config.json", "bytes of weights"])
-def test_hosts_whose_model_folders_differ_are_refused(tmp_path: Path, what: str) -> None:
+def test_hosts_whose_model_folders_differ_are_refused(tmp_path: Path, what: str, of: str) -> None:
     """One path, two file systems: each rank stands in a folder of its own."""
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
         save_model(MODELS["llama"], folder / "model")
-        _run(folder, "shm", 1.0, model_path="model", load_weights=True)
-    file = folders[1] / "model" / "config.json"
+        save_model(MODELS["llama"], folder / "critic")
+        _run(folder, "shm", 1.0, PPO if of == "critic" else {}, model_path="model", load_weights=True)
+    name = "model" if of == "actor" else "critic"
+    file = folders[1] / name / "config.json"
     if what == "hash of config.json":
         file.write_text(json.dumps({**json.loads(file.read_text()), "rms_norm_eps": 1e-3}))
     else:
-        weights = next((folders[1] / "model").glob("*.safetensors"))
+        weights = next((folders[1] / name).glob("*.safetensors"))
         save_file(load_file(weights), weights, {"format": "pt", "note": "another download"})
     for errors in run_ranks(2, _with_its_own_folder, free_port(), folders):
-        assert [what in error for error in errors] == [True], errors
+        assert [f"{of}.model.model_path: {what}" in error for error in errors] == [True], errors

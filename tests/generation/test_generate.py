@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from hybrid5d.data.types import Document, shift_labels
-from hybrid5d.errors import DataError
+from hybrid5d.errors import ConfigErrors, DataError
 from hybrid5d.generation import Generated, Sampling, group
 from tests.engine_kit import Layout, build_engine
 from tests.harness import run_ranks
 from tests.kit import MODELS, Recipe, hf_model, make_rows, reference, step_batch
+from tests.layouts import SCHEDULES
 
 SGD = Recipe(lr=0.5)
 STOPS = tuple(range(6, 101, 3))
@@ -243,6 +244,24 @@ def _fault_rank(rank: int, folder: str) -> list[str]:
     with pytest.raises(ValueError, match="stop"):
         engine.generate([good], Sampling(stop=("x",)))
     return texts
+
+
+def _several_runs_rank(rank: int, layout: Layout, folder: str) -> str:
+    with pytest.raises(ConfigErrors) as caught:
+        build_engine(layout, SGD, folder, 8).generate([np.arange(3)], PLAIN)
+    (error,) = caught.value.errors
+    return f"{error.key}={error.value}: {error.rule}"
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_ranks_with_several_runs_of_layers_refuse_by_the_key_that_asks_for_them(
+    schedule: str, folders: dict[str, Path]
+) -> None:
+    model = SCHEDULES[schedule]
+    asked = "virtual_pipeline_model_parallel_size=2" if schedule == "interleaved" else "pipeline_schedule=zbv"
+    given = {key: value for key, value in model.items() if key in asked}  # interleaved by its number alone
+    for text in run_ranks(2, _several_runs_rank, Layout(pp=2, model=given), str(folders["llama"])):
+        assert text == f"actor.model.{asked}: generation goes through one run of layers a rank"
 
 
 def test_refusals(folders: dict[str, Path]) -> None:

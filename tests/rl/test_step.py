@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,15 @@ import pytest
 import torch
 
 from hybrid5d.check.observe import RankRun, joined, shards
+from hybrid5d.config.schema import DataConfig
+from hybrid5d.data.options import LoaderOptions
+from hybrid5d.engine.logprobs import deal
 from hybrid5d.rl.rollouts import Rollout
+from hybrid5d.rl.step import minibatch
 from tests.engine_kit import Layout, compare, config_dict
 from tests.harness import run_ranks
 from tests.kit import MODELS, Recipe, Trace, hf_model
+from tests.layouts import SCHEDULES
 
 RECIPE = Recipe(lr=0.05)
 LENGTHS = [(3, 9), (2, 1), (5, 8), (1, 2), (4, 7), (2, 3), (6, 6), (3, 4)]  # prompt, response
@@ -97,18 +103,16 @@ def plain(case: Case, micro: int = 1) -> tuple[Trace, list[dict[str, float]]]:
     optimizer, trace, said = torch.optim.SGD(model.parameters(), lr=case.lr), Trace(), list[dict[str, float]]()
     for step in range(case.steps):
         rows = case.rows(step)
-        rewards = torch.tensor([r.reward for r in rows], dtype=torch.float64).view(-1, a["group_size"])
-        relative = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).flatten()
         with torch.no_grad():
             old = [_scores(model, r, temperature)[0] for r in rows]
             ref = [_scores(start, r, temperature)[0] for r in rows]
+        gains = advantages(a, rows, old, ref)
         for part in np.array_split(np.arange(len(rows)), a["n_minibatches"]):
             terms: list[tuple[torch.Tensor, ...]] = []  # of each row: loss, ratio, clipped, kl, entropy
             for i in part:
-                own, given = torch.from_numpy(rows[i].mask), rows[i].advantages
+                own = torch.from_numpy(rows[i].mask)
                 new, entropy = (x[own] for x in _scores(model, rows[i], temperature))
-                adv = relative[i].float() if given is None else torch.from_numpy(given)[own]
-                gain, ratio = adv * torch.ones(len(new)), (new - old[i][own]).exp()
+                gain, ratio = gains[i].float(), (new - old[i][own]).exp()
                 if a.get("importance_sampling_fix"):
                     gain = gain * (old[i][own] - torch.from_numpy(rows[i].logprobs)[own]).exp().clamp(max=1.2)
                 one, two = -gain * ratio, -gain * ratio.clamp(0.95, 1.1)
@@ -131,6 +135,32 @@ def plain(case: Case, micro: int = 1) -> tuple[Trace, list[dict[str, float]]]:
             said.append({n: torch.cat([t[k] for t in terms]).mean().item() for k, n in enumerate(names, 1)})
     trace.weights = {n: p.detach().numpy() for n, p in model.named_parameters()}
     return trace, said
+
+
+def advantages(
+    a: dict[str, Any], rows: list[Rollout], old: list[torch.Tensor], ref: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Of each row's own tokens, fp64, by the definitions."""
+    own = [torch.from_numpy(r.mask) for r in rows]
+    if rows[0].advantages is not None:
+        return [torch.from_numpy(r.advantages)[m] for r, m in zip(rows, own)]
+    rewards = torch.tensor([r.reward for r in rows], dtype=torch.float64)
+    groups = torch.tensor([r.group for r in rows])
+    if a["adv_type"] == "reinpp":  # the reward less the group's mean at the end, the KL at each token; to go; whitened
+        later = []
+        for row, m, x, y in zip(rows, own, old, ref):
+            each = -a["reinpp_kl_beta"] * 0.5 * (x - y)[m].double() ** 2
+            if len(each):
+                each[-1] += row.reward - rewards[groups == row.group].mean()
+            later.append(each.flip(0).cumsum(0).flip(0))
+        every = torch.cat(later)
+        return [(x - every.mean()) / every.std(correction=0) for x in later]
+    found = []
+    for row, m in zip(rows, own):
+        peers = {r.trajectory: r.reward for r in rows if r.group == row.group}  # a trajectory of many rows counts once
+        of = torch.tensor(list(peers.values()), dtype=torch.float64)
+        found.append((row.reward - of.mean()) / (of.std() + 1e-6) * torch.ones(int(m.sum()), dtype=torch.float64))
+    return found
 
 
 def mean_of(rows: list[torch.Tensor], how: str) -> torch.Tensor:
@@ -162,6 +192,7 @@ LAYOUTS = [
     Layout(), Layout(dp=2, micro=2), Layout(tp=2, sp=True, dp=2), Layout(pp=2), Layout(cp=2, micro=2), Layout(tp=4),
     Layout(cp=2, model={"cp_comm_type": "a2a"}), Layout(pp=4), Layout(dp=2, zero=3), Layout(dp=2, zero=2),
     Layout(dp=2, zero=0), Layout(cp=2, micro=2, packing="documents"), Layout(**FIVE, micro=2, packing="documents"),
+    Layout(pp=2, model=SCHEDULES["zbv"]), Layout(pp=2, model=SCHEDULES["interleaved"]),
 ]  # fmt: skip
 
 
@@ -174,7 +205,9 @@ def test_an_rl_step_is_the_plain_loop_in_every_layout(layout: Layout, folders: d
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", [
     Layout(**FIVE), Layout(**FIVE, model={"cp_comm_type": "a2a"}),
-    Layout(tp=4, cp=2, sp=True), Layout(tp=2, dp=4, sp=True, zero=2),
+    Layout(tp=4, cp=2, sp=True), Layout(tp=2, dp=4, sp=True, zero=2), Layout(tp=2, sp=True),
+    Layout(**FIVE, model=SCHEDULES["zbv"]), Layout(**FIVE, model=SCHEDULES["interleaved"]),
+    Layout(pp=2, dp=2, model=SCHEDULES["gpipe"]), Layout(pp=4, model=SCHEDULES["zb-h1"]),
 ], ids=str)  # fmt: skip
 def test_an_rl_step_on_many_axes(layout: Layout, folders: dict[str, Path]) -> None:
     check(layout, folders["llama"], Case(FULL))
@@ -186,11 +219,36 @@ def test_by_token_budget(layout: Layout, folders: dict[str, Path]) -> None:
     check(layout, folders["llama"], Case(FULL, budget))
 
 
-@pytest.mark.parametrize("more", [
+MEANS: list[dict[str, Any]] = [
     {"loss_agg_func": "seq-mean-token-sum"}, {"loss_agg_func": "seq-mean-token-mean"}, {"use_valid_token_scale": True},
-])  # fmt: skip
-def test_what_the_loss_is_the_mean_of(more: dict[str, Any], folders: dict[str, Path]) -> None:
-    check(replace(Layout(), dp=2), folders["llama"], Case({**FULL, **more}))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), *(pytest.param(x, marks=pytest.mark.full) for x in (
+    Layout(**FIVE), Layout(tp=4), Layout(pp=4), Layout(cp=2, micro=2, packing="documents"), Layout(dp=2, zero=3),
+    Layout(cp=2, model={"cp_comm_type": "a2a"}),
+))], ids=str)  # fmt: skip
+@pytest.mark.parametrize("more", MEANS, ids=str)
+def test_what_the_loss_is_the_mean_of(more: dict[str, Any], layout: Layout, folders: dict[str, Path]) -> None:
+    check(layout, folders["llama"], Case({**FULL, **more}))
+
+
+def turns(step: int) -> list[Rollout]:
+    """Trajectories of 3 and 1 rows, then of 1 and 3."""
+    places = [0, 0, 0, 1, 2, 3, 3, 3]
+    return [replace(r, trajectory=t, reward=float(t % 2)) for r, t in zip(rollouts(step), places)]
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2, pp=2, sp=True), pytest.param(
+    Layout(**FIVE), marks=pytest.mark.full)], ids=str)  # fmt: skip
+@pytest.mark.parametrize("kind", ["reinpp", "grpo_dynamic"])
+def test_advantages_of_the_whole_rl_step(kind: str, layout: Layout, folders: dict[str, Path]) -> None:
+    """R10, R11, R03: the KL inside the reward with the engine's own log-probs; groups that minibatches cut."""
+    if kind == "reinpp":
+        case = Case({**FULL, "adv_type": kind, "reinpp_kl_beta": 0.5, "use_reinpp_baseline": True})
+    else:
+        case = Case({**FULL, "adv_type": kind, "group_size": 2}, rows=turns, global_rows=4)
+    check(layout, folders["llama"], case)
 
 
 @pytest.mark.parametrize("how", ["token-mean", "seq-mean-token-mean"])
@@ -198,6 +256,37 @@ def test_rlinfs_mean_of_the_means_of_micro_batches(how: str, folders: dict[str, 
     """actor.loss_normalization: micro_batch."""
     case = Case({**FULL, "loss_agg_func": how}, mean="micro_batch")
     check(Layout(dp=2, micro=2), folders["llama"], case)
+
+
+def five(step: int) -> list[Rollout]:
+    places = [(0, 0), (0, 0), (0, 1), (1, 2), (1, 3)]  # group, trajectory
+    return [replace(r, group=g, trajectory=t, reward=float(t % 2)) for r, (g, t) in zip(rollouts(step), places)]
+
+
+def test_a_rank_without_a_row_runs_an_empty_micro_batch(folders: dict[str, Path]) -> None:
+    """R25: 3 and 2 rows an optimizer step over four ranks; equally many collectives, and empty ones weigh nothing."""
+    budget = {"enable_dynamic_batch_size": True, "max_tokens_per_mbs": 20}
+    algorithm = {**FULL, "adv_type": "grpo_dynamic", "group_size": 2}
+    check(Layout(dp=4), folders["llama"], Case(algorithm, budget, five))
+
+
+@pytest.mark.parametrize(("lengths", "dp", "budget", "count"), [
+    ([95] * 5 + [20] * 5, 2, 100, 3), ([7] * 8, 1, 8, 8), ([7] * 8, 2, 8, 4), ([95] * 3, 2, 100, 2), ([5], 4, 100, 1),
+])  # fmt: skip
+def test_ranks_run_equally_many_micro_batches(lengths: list[int], dp: int, budget: int, count: int) -> None:
+    """R25: none above the budget, each row once, and as few as that allows."""
+    documents = [Rollout(np.zeros(2, np.int64), np.ones(n - 2, np.int64), np.ones(n - 2, bool), 0.0).document(i)
+                 for i, n in enumerate(lengths)]  # fmt: skip
+    options = LoaderOptions(DataConfig(type="tokens"), len(lengths), 1, dp=dp, token_budget=budget)
+    dealt = [minibatch(documents, 0, replace(options, dp_rank=rank)).micro_batches for rank in range(dp)]
+    scored = [deal(documents, SimpleNamespace(rank=rank, size=dp), 1, budget) for rank in range(dp)]  # type: ignore[arg-type]
+    for ranks in (dealt, scored):
+        assert [len(batches) for batches in ranks] == [count] * dp
+        rows = [[d for row in mb for d in row] for batches in ranks for mb in batches]
+        assert all(sum(map(len, row)) <= budget for row in rows)
+        real = [d.row_id for row in rows for d in row if d.row_id >= 0]
+        assert sorted(real) == list(range(len(lengths)))
+        assert all(d.labels.max() < 0 for row in rows for d in row if d.row_id < 0)  # fills up, weighs nothing
 
 
 def sixteen(step: int) -> list[Rollout]:
