@@ -30,6 +30,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write_run(folder / "a")
     ended = run([*launcher("python", 1), "--config", str(path)], TORCH_EXTENSIONS_DIR=str(folder / "ext"))
     assert ended.code == 0, ended.err
+    assert ended.err == "" and ended.out.startswith("hybrid5d "), "DeepSpeed's lines are not shown, ours come first"
     return folder / "a" / "run"
 
 
