@@ -15,7 +15,7 @@ endif
 unexport VIRTUAL_ENV
 
 .DEFAULT_GOAL := help
-.PHONY: help install train rl smoke test test-full test-all unit golden docs lint format types imports ci ds-configs errors-doc python-doc matrix benchmarks soak-shm gpu-check smollm2 clean
+.PHONY: help install train rl smoke test test-full test-all unit golden docs lint format types imports ci ds-configs axes-doc errors-doc python-doc matrix benchmarks soak-shm gpu-check smollm2 clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -73,6 +73,9 @@ ci: lint types imports test smoke test-full ## what .ci/run runs
 
 ds-configs: $(STAMP) ## write ds_configs/ anew
 	$(BIN)/python ds_configs/generate.py
+
+axes-doc: $(STAMP) ## write the tables of docs/axes/ anew, from plan and the README's measurements
+	$(BIN)/python -m tests.docs.axes --write
 
 errors-doc: $(STAMP) ## write docs/errors.md anew, from the sources
 	$(BIN)/python -m tests.docs.errors --write
