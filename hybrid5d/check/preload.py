@@ -18,7 +18,7 @@ MODULES = (
     "deepspeed.utils",
     "hybrid5d.data.build",
     "hybrid5d.engine.build",
-    "hybrid5d.checkpoint.save_load",
+    "hybrid5d.checkpoint.load",
     "hybrid5d.checkpoint.export",
     "hybrid5d.check.observe",
 )

@@ -31,6 +31,7 @@ FORMAT = 1
 MANIFEST, LATEST, ACTOR, CRITIC, SIDECAR = "manifest.json", "latest", "actor", "critic", "hf"
 STEP_FOLDER = re.compile(r"global_step_(\d+)")
 WEIGHT = "weight"
+SHARE = "Fix: runner.output_dir must be on a file system that all nodes share"
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # no folder, no way out of this one
 
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hybrid5d.checkpoint import manifest as files
-from hybrid5d.checkpoint.manifest import WEIGHT, Manifest, Run, StoredFile, StoredTensor
-from hybrid5d.checkpoint.safetensors_writer import SafetensorsWriter, tensor_bytes
+from hybrid5d.checkpoint.manifest import WEIGHT, Run, StoredFile, StoredTensor
+from hybrid5d.checkpoint.safetensors_writer import Layout, SafetensorsWriter, tensor_bytes
 from hybrid5d.checkpoint.state import TrainState
 from hybrid5d.errors import CheckpointError
-from hybrid5d.parallel.agree import gather_objects, raise_together, together, world_axis
 from hybrid5d.parallel.context import ParallelContext
 from hybrid5d.parallel.shard import Piece, pieces_of, shard_of
 
@@ -54,7 +50,7 @@ def shard_files(ctx: ParallelContext) -> tuple[str, str]:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class Entry:
     """One stored run of a tensor, as the rank that writes it reports it to all."""
 
     piece: Piece
@@ -74,63 +70,86 @@ class _Entry:
 _Gather = tuple[nn.Parameter, str, int]  # parameter, kind, the dp x cp rank that gets its values and writes them
 
 
-def _entries(param: nn.Parameter, kind: str, file: str) -> list[_Entry]:
+def _entries(param: nn.Parameter, kind: str, file: str) -> list[Entry]:
     return [
-        _Entry(piece, param.requires_grad, kind, Run(file, piece.cut.dim, piece.cut.start, piece.cut.stop))
+        Entry(piece, param.requires_grad, kind, Run(file, piece.cut.dim, piece.cut.start, piece.cut.stop))
         for piece in pieces_of(param)
         if piece.length
     ]
 
 
-def _write(
-    state: TrainState, path: Path, gathers: Sequence[_Gather], extra: Mapping[str, Tensor]
-) -> tuple[list[_Entry], StoredFile | None]:
-    """Gather, and write this rank's file: what it stores there, and the file (None: nothing). Collective over dp x cp.
+@dataclass(frozen=True)
+class ShardFile:
+    """A file of this rank: what its values are gathered from, what it will hold (nothing where `layout` is empty)."""
+
+    name: str
+    gathers: Sequence[_Gather]
+    extra: Mapping[str, Tensor]
+    entries: Sequence[Entry]
+    layout: Layout
+
+    @property
+    def bytes(self) -> int:
+        """About as many as it will have."""
+        return sum(tensor_bytes(*about) + _HEADER_BYTES for about in self.layout.values())
+
+
+def planned_files(state: TrainState, moments: Sequence[str]) -> list[ShardFile]:
+    """This rank's files: masters by dp_cp rank 0 of each shard, moments spread over its ranks, random state by each."""
+    ctx, params = state.ctx, saved_parameters(state.module)
+    owners = deal_owners([state.optimizer.shape(p).numel() for p in params], ctx.dp_cp.size)
+    model, optim = shard_files(ctx)
+    masters = [(p, WEIGHT, 0) for p in params]
+    rest = [(p, kind, owner) for p, owner in zip(params, owners) if p.requires_grad for kind in moments]
+    planned = []
+    for name, gathers, extra in ((model, masters, {}), (optim, rest, random_state())):
+        mine = [g for g in gathers if g[2] == ctx.dp_cp.rank]
+        entries = [(e, param) for param, kind, _ in mine for e in _entries(param, kind, name)]
+        layout = {e.key: (torch.float32 if e.trainable else param.dtype, e.shape) for e, param in entries}
+        layout |= {key: (t.dtype, tuple(t.shape)) for key, t in extra.items()}
+        planned.append(ShardFile(name, gathers, extra, [e for e, _ in entries], layout))
+    return planned
+
+
+def gathered(state: TrainState, file: ShardFile) -> Iterator[tuple[str, Tensor]]:
+    """What a file holds, tensor by tensor; views of live memory among them. Collective over dp x cp."""
+    for param, kind, owner in file.gathers:
+        whole = state.optimizer.gather(param, kind, owner)
+        if whole is not None:
+            for entry in _entries(param, kind, file.name):
+                yield entry.key, entry.piece.local_view(whole)
+    yield from file.extra.items()
+
+
+def write_file(path: Path, layout: Layout, values: Iterator[tuple[str, Tensor]]) -> StoredFile | None:
+    """Write a file; None where it holds nothing. `values` are drawn to their end, whatever becomes of the file.
 
     Raises:
-        OSError: after this rank has done its part of every gather; it names the file.
+        OSError: it names the file.
     """
-
-    def values() -> Iterator[tuple[str, Tensor]]:
-        for param, kind, owner in gathers:
-            whole = state.optimizer.gather(param, kind, owner)
-            if whole is not None:
-                for entry in _entries(param, kind, path.name):
-                    yield entry.key, entry.piece.local_view(whole)
-        yield from extra.items()
-
-    entries, layout = _contents(state, path, gathers, extra)
-    gathered, stored = values(), None
     try:
-        if layout:
-            with SafetensorsWriter(path, layout) as writer:
-                for key, tensor in gathered:
-                    writer.write(key, tensor)
-            stored = StoredFile(writer.size, writer.crc32)
+        if not layout:
+            return None
+        with SafetensorsWriter(path, layout) as writer:
+            for key, tensor in values:
+                writer.write(key, tensor)
+        return StoredFile(writer.size, writer.crc32)
     except OSError as exc:
         exc.filename = exc.filename or str(path)
         raise
     finally:
-        for _ in gathered:  # the others' gathers need this rank, whatever became of its file
+        for _ in values:  # the others' gathers need this rank
             pass
-    return entries, stored
 
 
-def _contents(
-    state: TrainState, path: Path, gathers: Sequence[_Gather], extra: Mapping[str, Tensor]
-) -> tuple[list[_Entry], dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
-    """What this rank's file will hold."""
-    mine = [g for g in gathers if g[2] == state.ctx.dp_cp.rank]
-    entries = [(e, param) for param, kind, _ in mine for e in _entries(param, kind, path.name)]
-    layout = {e.key: (torch.float32 if e.trainable else param.dtype, e.shape) for e, param in entries}
-    layout |= {key: (t.dtype, tuple(t.shape)) for key, t in extra.items()}
-    return [e for e, _ in entries], layout
-
-
-def _check_room(folder: Path, needed: int) -> None:
+def check_room(folder: Path, needed: int) -> None:
+    """Raises CheckpointError: the disk has less free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise CheckpointError(f"{folder}: a checkpoint takes {needed / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free")
+        raise CheckpointError(
+            f"{folder}: a checkpoint takes {needed / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free. "
+            "Fix: make room, or keep fewer checkpoints (runner.keep_last)"
+        )
 
 
 def random_state() -> dict[str, Tensor]:
@@ -139,68 +158,13 @@ def random_state() -> dict[str, Tensor]:
     return {RNG: torch.get_rng_state()} | there
 
 
-def write_shards(state: TrainState, folder: Path, moments: tuple[str, ...], extra: Mapping[str, Any]) -> Manifest:
-    """Every rank writes its shard into `folder`, which exists; returns the manifest. Collective over the world.
-
-    Masters by dp_cp rank 0 of each shard, moments spread over its ranks, random state by every rank.
-
-    Raises:
-        CheckpointError: a rank could not write; on all ranks.
-    """
-    axis, access, ctx = world_axis(), state.optimizer, state.ctx
-    params = saved_parameters(state.module)
-    owners = deal_owners([access.shape(p).numel() for p in params], ctx.dp_cp.size)
-    model, optim = shard_files(ctx)
-    masters = [(p, WEIGHT, 0) for p in params]
-    rest = [(p, kind, owner) for p, owner in zip(params, owners) if p.requires_grad for kind in moments]
-    written: dict[str, StoredFile] = {}
-    entries: list[_Entry] = []
-    failure: OSError | None = None
-    parts: tuple[tuple[str, list[_Gather], dict[str, Tensor]], ...]
-    parts = ((model, masters, {}), (optim, rest, random_state()))
-    layouts = [_contents(state, folder / name, gathers, more)[1] for name, gathers, more in parts]
-    mine = sum(tensor_bytes(*about) + _HEADER_BYTES for layout in layouts for about in layout.values())
-    offers = gather_objects((mine, secrets.token_hex(8)), axis)
-    together(axis, lambda: _check_room(folder, sum(size for size, _ in offers)) if axis.rank == 0 else None)
-    for name, gathers, more in parts:
-        try:
-            found, stored = _write(state, folder / name, gathers, more)
-        except OSError as exc:  # not raised yet: the second file's gathers need this rank
-            failure = failure or exc
-            continue
-        entries += found
-        written |= {} if stored is None else {name: stored}
-    raise_together(axis, failure)
-    tensors, stored_files = _merge(gather_objects((written, entries), axis))
-    manifest = Manifest(
-        step=state.step,
-        layout=state.layout(),
-        precision=state.plan.precision.dtype,
-        optimizer={"type": access.name, "state": list(moments), "step": access.step() if moments else 0},
-        tensors=tensors,
-        files=stored_files,
-        loss_scaler=access.loss_scaler(),
-        skipped=state.skipped,
-        state=dict(extra),
-        id=offers[0][1],
-        follows=state.follows,
-    )
-    gaps = files.uncovered(manifest)
-    assert not gaps, f"a checkpoint would miss {gaps[:3]}"
-    return manifest
-
-
-def _merge(
-    reports: Sequence[tuple[dict[str, StoredFile], list[_Entry]]],
-) -> tuple[dict[str, StoredTensor], dict[str, StoredFile]]:
-    """Put the ranks' reports together."""
-    stored = {name: file for written, _ in reports for name, file in written.items()}
+def stored_tensors(entries: Iterable[Entry]) -> dict[str, StoredTensor]:
+    """The manifest's account of what all ranks store."""
     runs: dict[str, dict[str, list[Run]]] = {}
     about: dict[str, tuple[tuple[int, ...], bool]] = {}
-    for entry in (e for _, entries in reports for e in entries):
+    for entry in entries:
         about[entry.piece.name] = (entry.piece.full_shape, entry.trainable)
         runs.setdefault(entry.piece.name, {}).setdefault(entry.kind, []).append(entry.run)
-    tensors = {
+    return {
         name: StoredTensor(*about[name], {kind: tuple(r) for kind, r in kinds.items()}) for name, kinds in runs.items()
     }
-    return tensors, stored

@@ -99,6 +99,11 @@ class RunnerConfig(Block):
     save_interval: Int = key(
         -1, "save a checkpoint every so many steps and at the end; <= 0: never", "steps", to="save_interval"
     )
+    async_save: Bool = key(
+        False,
+        "write checkpoints while training goes on, from a copy in CPU memory; the last one of a run is waited for",
+        to="async_save",
+    )
     keep_last: Int | None = key(
         None, "keep so many of this run's newest checkpoints, remove older ones; null: all", ge=1, to="keep_last"
     )

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from hybrid5d.checkpoint.export import export_hf
 from hybrid5d.checkpoint.hf_tensors import BUCKET_BYTES, HfTensors
+from hybrid5d.checkpoint.load import load_checkpoint
 from hybrid5d.checkpoint.manifest import critic_beside, find_checkpoint
-from hybrid5d.checkpoint.save_load import Saved, load_checkpoint, save_checkpoint
+from hybrid5d.checkpoint.save import Save, Saved, begin_save
 from hybrid5d.checkpoint.state import TrainState
 from hybrid5d.context_parallel import choose_kernel
 from hybrid5d.data.types import Document, MicroBatch, StepBatch
@@ -331,10 +332,23 @@ class Engine:
         `state` (JSON-ready: data position ...) is handed back by `load_checkpoint`. N is `number`, else the optimizer
         steps done. Collective over the world.
         """
+        return self.begin_save(directory, state, number).finish()
+
+    def begin_save(
+        self, directory: str | Path, state: Mapping[str, Any] | None = None, number: int | None = None,
+        background: bool = False,
+    ) -> Save:  # fmt: skip
+        """`save_checkpoint`, of which `Save.finish` is the end; one at a time. Collective over the world.
+
+        `background`: what this rank stores is copied, and training may go on while it is written.
+        """
         critic = None if self.critic is None else self.critic.state
-        saved = save_checkpoint(self.state, directory, state, number, critic)
+        return begin_save(
+            self.state, directory, state, number, critic=critic, background=background, whole=self._was_saved
+        )
+
+    def _was_saved(self, saved: Saved) -> None:
         self._follows = saved.id
-        return saved
 
     def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:
         """Restore weights, optimizer state and step from `save_checkpoint`'s output; returns its `state`.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hybrid5d.checkpoint.manifest import CRITIC, Resume, resolve_resume
 from hybrid5d.checkpoint.retention import prune
+from hybrid5d.checkpoint.save import Save
 from hybrid5d.config.schema import NO_CRITIC
 from hybrid5d.data.loader import EvalLoader, Loader
 from hybrid5d.engine.results import StepResult
@@ -151,6 +152,20 @@ def _differing_rows(loader: Source, saved: Any, step: int) -> list[str]:
     return [f"{text}; step {step + 1} takes its place in the new order"]
 
 
+@dataclass(frozen=True)
+class Saving:
+    """A save that is on its way, of a step.
+
+    Attributes:
+        begun, blocked: when, and for how many seconds training stood still.
+    """
+
+    save: Save
+    step: int
+    begun: float
+    blocked: float
+
+
 class Trainer:
     """Runs one training to its end. Every rank has one; rank 0 writes and prints.
 
@@ -177,6 +192,7 @@ class Trainer:
         self.start_step = engine.global_step
         self.tracer = Tracer(engine, folder, self.console)
         self._saved_at: int | None = self.start_step or None
+        self._saving: Saving | None = None
         self._skipped = 0  # steps in a row that were not finite
         self._evaluations: list[Evaluation] = []
         self._metrics: JsonLines | None = None
@@ -207,6 +223,9 @@ class Trainer:
             self.tracer.finish()
             ended = total is not None and step >= total
             result = self._end(last, time.perf_counter() - started) if ended else self._stopped(request, last)
+        except Exception as exc:
+            self._settle_after(exc)
+            raise
         finally:
             self._close()
         return result
@@ -290,18 +309,23 @@ class Trainer:
         """Steps done."""
         return self.engine.global_step
 
-    def _agree(self, keep: bool = False) -> Request:
-        """The most that any rank was asked; `keep`: only look. Collective over the world (one maximum)."""
-        mine = self.requests.asked
-        agreed = Request(int(max_scalars([float(mine)], world_axis(), self.engine.device)[0]))
-        if not keep:
-            self.requests.take(mine)
-        return agreed
+    def _agree(self, mine: Request) -> tuple[Request, bool]:
+        """The most that any rank was asked, and whether one still writes a save. Collective (one maximum)."""
+        busy = self._saving is not None and self._saving.save.busy
+        asked, writing = max_scalars([float(mine), float(busy)], world_axis(), self.engine.device)
+        return Request(int(asked)), bool(writing)
 
     def _answer(self) -> Request:
-        """Agree on what signals ask, and save. Collective over the world."""
-        request, step = self._agree(), self.done
-        if request is not Request.NOTHING and step and self._saved_at != step:
+        """Agree on what signals ask, and save; take note of a save that was written. Collective over the world."""
+        mine = self.requests.asked
+        request, writing = self._agree(mine)
+        self.requests.take(mine)
+        if request >= Request.STOP:
+            self._settle()
+        elif self._saving is not None and not writing:
+            self._advance(self._saving)
+        step = self.done
+        if request is not Request.NOTHING and step and step not in (self._saved_at, self._saving and self._saving.step):
             self._save(last=request >= Request.STOP)
         return request
 
@@ -329,7 +353,7 @@ class Trainer:
 
         def left() -> bool:
             self.note(f"evaluation after step {step}")  # each batch is progress
-            return self._agree(keep=True) >= Request.STOP
+            return self._agree(self.requests.asked)[0] >= Request.STOP
 
         found = evaluate(self.engine, self.eval_loader, left)
         if found is None:
@@ -347,30 +371,68 @@ class Trainer:
             tracker.log(step, values)
 
     def _save(self, last: bool = False) -> None:
-        """Save, and remove what `runner.keep_last` does not keep.
+        """Save, or begin to where `runner.async_save` says so; one that is still written is waited for.
 
         Raises:
             CheckpointError: it cannot be written, on every rank; with `runner.on_save_error: continue` only where
                 nothing comes after it.
         """
-        step, begun = self.done, time.perf_counter()
+        self._settle()
+        step, begun, background = self.done, time.perf_counter(), self.runner.async_save and not last
         self.note(f"checkpoint after step {step}")
         state = {DATA: self.loader.identity(), **self._state()}
         try:
-            saved = self.engine.save_checkpoint(self.folder / CHECKPOINTS, state, step)
+            save = self.engine.begin_save(self.folder / CHECKPOINTS, state, step, background)
         except CheckpointError as exc:
-            if last or self.runner.on_save_error == "stop":
-                raise
-            self.console.say(f"notice: step {step} is not saved, training goes on from {self._last_good()}: {exc}")
+            self._not_saved(step, exc, last)
             return
-        self._saved_at = step
+        self._saving = Saving(save, step, begun, time.perf_counter() - begun)
+        if not background:
+            self._settle(last)
+
+    def _settle(self, last: bool = False) -> None:
+        """Wait until a save that was begun is whole. Collective over the world; raises as `_save` does."""
+        saving, begun, waited = self._saving, time.perf_counter(), False
+        while self._saving is not None:
+            self.note(f"checkpoint after step {self._saving.step}")
+            waited |= self._saving.save.busy
+            self._advance(self._saving, last)
+        if saving is not None and waited:
+            seconds = time.perf_counter() - begun
+            self.console.say(f"waited {seconds:.1f} s for the checkpoint of step {saving.step} to be written")
+
+    def _settle_after(self, exc: Exception) -> None:
+        """What all ranks raise together leaves time for a save that was begun; another rank is not waited for."""
+        if isinstance(exc, TrainingError | CheckpointError) or world_axis().size == 1:
+            try:
+                self._settle()
+            except CheckpointError as failure:
+                self.console.say(f"notice: {failure}")
+
+    def _advance(self, saving: Saving, last: bool = False) -> None:
+        """Go on with a save of which no rank writes anything now, or wait till then. Collective over the world."""
+        try:
+            saved = saving.save.advance()
+        except CheckpointError as exc:
+            self._saving = None
+            self._not_saved(saving.step, exc, last)
+            return
+        if saved is None:
+            return
+        self._saving, self._saved_at = None, saving.step
         self.console.say(f"checkpoint: {saved.path}")
-        self._track(step, "save", {"seconds": time.perf_counter() - begun, "bytes": saved.bytes})
+        seconds = {"seconds": time.perf_counter() - saving.begun, "blocked_seconds": saving.blocked}
+        self._track(saving.step, "save", {**seconds, "bytes": saved.bytes})
         if self.first and self.runner.keep_last is not None:
             try:
                 prune(saved.path, self.runner.keep_last, self.runner.keep_every)
             except (OSError, CheckpointError) as exc:  # the save is whole: one rank must not end the run for the rest
                 self.console.say(f"notice: older checkpoints stay: {exc}")
+
+    def _not_saved(self, step: int, exc: CheckpointError, last: bool) -> None:
+        if last or self.runner.on_save_error == "stop":
+            raise exc
+        self.console.say(f"notice: step {step} is not saved, training goes on from {self._last_good()}: {exc}")
 
     def _last_loss(self, step: int) -> float | None:
         return self.folder.last_loss(step)
@@ -395,6 +457,7 @@ class Trainer:
             self.evaluate()
         if self._evaluations:
             result["eval_loss"] = self._evaluations[-1].loss
+        self._settle()
         if self.runner.save_interval > 0:
             if self._saved_at != step:
                 self._save(last=True)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from hybrid5d.check.compare import relative
+from hybrid5d.checkpoint.manifest import SHARE
 from hybrid5d.parallel.shard import pieces_of
 from tests.engine_kit import Layout, Shards, assemble, build_engine
 from tests.harness import RankFailure, run_ranks
@@ -276,9 +277,6 @@ def _two_hosts(rank: int, layout: Layout, folder: str, places: list[str]) -> str
     return _load_error(rank, layout, folder, places[rank])
 
 
-SHARE = "Fix: runner.output_dir must be on a file system that all nodes share"
-
-
 def test_hosts_that_see_different_checkpoints_are_refused(saved: Path, model: Path, tmp_path: Path) -> None:
     """Two copies, of which one is of another moment: all its own checksums are right."""
     other = tmp_path / saved.name
@@ -400,7 +398,7 @@ def test_a_rank_that_cannot_write_stops_all_with_its_message(model: Path, tmp_pa
 
 def test_a_save_without_room_is_refused_before_it_begins(model: Path, tmp_path: Path) -> None:
     lines = run_ranks(2, _failing_save, Layout(tp=2), str(model), str(tmp_path), 0, "room")
-    found = re.fullmatch(r"rank 0: .*: a checkpoint takes (\S+) MB, 0.0 MB are free", lines[0])
+    found = re.fullmatch(r"rank 0: .*: a checkpoint takes (\S+) MB, 0\.0 MB are free\. Fix: .*keep_last.*", lines[0])
     written = sum(p.stat().st_size for p in (tmp_path / "global_step_0").rglob("*.safetensors"))
     assert found and lines[1] == lines[0]
     assert written < float(found[1]) * 1e6, "with the moments that the first save had not"
@@ -409,7 +407,7 @@ def test_a_save_without_room_is_refused_before_it_begins(model: Path, tmp_path: 
 
 def _late(rank: int, layout: Layout, folder: str, root: str, seconds: float) -> str:
     """Rank 1 sees rank 0's new folder late, rank 0 the other's files."""
-    from hybrid5d.checkpoint import save_load
+    from hybrid5d.checkpoint import save
     from hybrid5d.errors import CheckpointError
 
     engine, begun = build_engine(layout, ADAM, folder, len(STEPS[0])), time.monotonic()
@@ -422,7 +420,7 @@ def _late(rank: int, layout: Layout, folder: str, root: str, seconds: float) -> 
         return stat(path, **options)
 
     os.stat = late  # type: ignore[assignment]
-    save_load.SHARED_SECONDS = 4.0
+    save.SHARED_SECONDS = 4.0
     try:
         return str(engine.save_checkpoint(root).path.name)
     except CheckpointError as exc:
@@ -440,7 +438,7 @@ def test_files_that_a_shared_file_system_shows_late_are_waited_for(model: Path, 
 
 
 def _dies(rank: int, layout: Layout, folder: str, root: str, where: str) -> None:
-    from hybrid5d.checkpoint import save_load as checkpoint
+    from hybrid5d.checkpoint import save as checkpoint
     from hybrid5d.checkpoint.safetensors_writer import SafetensorsWriter
 
     engine = build_engine(layout, ADAM, folder, len(STEPS[0]))

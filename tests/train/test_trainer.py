@@ -85,15 +85,15 @@ def test_a_resumed_run_leaves_the_same_lines(tmp_path: Path) -> None:
 
 def _full_disk(rank: int, world: int, path: str, words: tuple[str, ...], bad: tuple[int, ...]) -> dict[str, Any]:
     """Trains; rank 1 cannot write the saves of these numbers (0 = the first)."""
-    from hybrid5d.checkpoint import save_load, shards
+    from hybrid5d.checkpoint import save, shards
     from hybrid5d.checkpoint.safetensors_writer import SafetensorsWriter
     from hybrid5d.train.metrics import Console
 
-    number, write, write_shards = [-1], SafetensorsWriter.write, save_load.write_shards
+    number, write, planned = [-1], SafetensorsWriter.write, save.planned_files
 
     def counted(*args: Any) -> Any:
         number[0] += 1
-        return write_shards(*args)
+        return planned(*args)
 
     def fails(self: Any, *args: Any) -> None:
         if rank == 1 and number[0] in bad:
@@ -101,7 +101,7 @@ def _full_disk(rank: int, world: int, path: str, words: tuple[str, ...], bad: tu
         write(self, *args)
 
     told: list[str] = []
-    save_load.write_shards, shards.SafetensorsWriter.write = counted, fails  # type: ignore[method-assign]
+    save.planned_files, shards.SafetensorsWriter.write = counted, fails  # type: ignore[method-assign]
     Console.say = lambda self, text: told.append(text)  # type: ignore[method-assign]
     return {**train(rank, world, path, words), "told": told}
 

@@ -1,119 +1,26 @@
-"""Training checkpoints that any layout can load: tensors are stored by HF name and run, moments beside masters.
+"""Loading training checkpoints, whatever layout saved them.
 
-A save is atomic: everything goes into `global_step_N.tmp`, is renamed when every rank has finished, and only then does
-`latest` name it. A load checks sizes and checksums before it changes anything; all ranks fail together or not at all.
+Sizes and checksums are checked before anything is changed; all ranks fail together or not at all.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from hybrid5d.checkpoint import manifest as files
-from hybrid5d.checkpoint.manifest import WEIGHT, Manifest
-from hybrid5d.checkpoint.shards import CUDA_RNG, RNG, shard_files, write_shards
-from hybrid5d.checkpoint.sidecar import write_sidecar
+from hybrid5d.checkpoint.manifest import SHARE, WEIGHT, Manifest
+from hybrid5d.checkpoint.shards import CUDA_RNG, RNG, shard_files
 from hybrid5d.checkpoint.start_weights import TensorFiles, zero_padding
 from hybrid5d.checkpoint.state import TrainState
 from hybrid5d.checkpoint.stored import fill_from_runs
 from hybrid5d.errors import CheckpointError, DamagedCheckpoint
-from hybrid5d.files import crc32_of, fresh_folder, old_of, publish, temporary_of, wait_until, write_whole
+from hybrid5d.files import crc32_of
 from hybrid5d.parallel.agree import gather_objects, together, world_axis
 from hybrid5d.parallel.shard import Piece, pieces_of
-
-SHARED_SECONDS = 40.0  # that a shared file system may take to show another host's files
-_SHARE = "Fix: runner.output_dir must be on a file system that all nodes share"
-
-# --- saving ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A whole checkpoint: its folder, its id, bytes of its tensors."""
-
-    path: Path
-    id: str
-    bytes: int
-
-
-def save_checkpoint(
-    state: TrainState, directory: str | Path, extra: Mapping[str, Any] | None = None, number: int | None = None,
-    critic: TrainState | None = None,
-) -> Saved:  # fmt: skip
-    """Write `directory/global_step_N` and point `latest` at it; atomic. Collective over the world.
-
-    Args:
-        extra: JSON-ready values of the caller (position in the data ...), kept in the manifest as its `state`.
-        number: the N; None: optimizer steps done.
-        critic: what is saved beside it, as whole or not at all.
-
-    Raises:
-        CheckpointError: a rank could not write; every rank raises it, what was there before stays valid.
-    """
-    root, axis = Path(directory), world_axis()
-    final = files.step_folder(root, state.step if number is None else number)
-    temporary = temporary_of(final)
-    parts = {files.ACTOR: state, **({files.CRITIC: critic} if critic is not None else {})}
-    first = axis.rank == 0
-
-    def start() -> None:
-        if first:
-            fresh_folder(temporary)
-            for name in parts:
-                (temporary / name).mkdir()
-
-    together(axis, start)
-
-    def arrive() -> None:
-        if not wait_until(lambda: all((temporary / name).is_dir() for name in parts), root, SHARED_SECONDS):
-            raise CheckpointError(f"{temporary} of rank 0 is not seen here. {_SHARE}")
-
-    try:
-        together(axis, arrive)
-        manifests = {
-            name: write_shards(part, temporary / name, _moments(part), (extra or {}) if part is state else {})
-            for name, part in parts.items()
-        }
-
-        def finish() -> None:
-            if first:
-                for name, part in parts.items():
-                    folder, manifest = temporary / name, manifests[name]
-                    if faults := _missing(folder, manifest):  # another node's files are not visible here
-                        raise CheckpointError("\n".join([*faults, f"{root} is not the same to all hosts. {_SHARE}"]))
-                    write_sidecar(part.plan, folder / files.SIDECAR)
-                    write_whole(folder / files.MANIFEST, manifest.to_json())
-                publish(temporary, final)
-                write_whole(root / files.LATEST, final.name + "\n")  # last: what it names is whole
-                shutil.rmtree(old_of(final), ignore_errors=True)
-
-        together(axis, finish)
-    except CheckpointError:
-        if first:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    size = sum(file.bytes for manifest in manifests.values() for file in manifest.files.values())
-    return Saved(final, manifests[files.ACTOR].id, size)
-
-
-def _missing(folder: Path, manifest: Manifest) -> list[str]:
-    """Files that are not there after a while, or not whole."""
-    wait_until(lambda: not files.file_faults(folder, manifest), folder, SHARED_SECONDS)
-    return files.file_faults(folder, manifest)
-
-
-def _moments(state: TrainState) -> tuple[str, ...]:
-    """Names of the optimizer's moments on any rank. Collective over the world."""
-    return tuple(sorted({m for found in gather_objects(state.optimizer.moments(), world_axis()) for m in found}))
-
-
-# --- loading --------------------------------------------------------------------------------------------------------
 
 
 def _named_pieces(module: nn.Module) -> Iterator[tuple[nn.Parameter, Piece]]:
@@ -198,7 +105,7 @@ def load_checkpoint(state: TrainState, directory: str | Path) -> Manifest:
         directory: a `checkpoints` folder (its newest), a `global_step_N` folder or its `actor` folder.
 
     Returns:
-        The checkpoint's manifest: its `step`, and as `state` what `save_checkpoint` was given.
+        The checkpoint's manifest: its `step`, and as `state` what its save was given.
 
     Raises:
         CheckpointError: missing or truncated files, another model or optimizer; DamagedCheckpoint: a wrong checksum;
@@ -209,7 +116,7 @@ def load_checkpoint(state: TrainState, directory: str | Path) -> Manifest:
     manifest = together(axis, lambda: files.read_manifest(folder))
     hashes = gather_objects(together(axis, lambda: crc32_of(folder / files.MANIFEST)), axis)
     if others := [rank for rank, value in enumerate(hashes) if value != hashes[0]]:
-        raise CheckpointError(f"{folder} is one checkpoint on rank 0 and another on rank {others[0]}. {_SHARE}")
+        raise CheckpointError(f"{folder} is one checkpoint on rank 0 and another on rank {others[0]}. {SHARE}")
     _check_fit(state, folder, manifest)
     mine = sorted(manifest.files)[axis.rank :: axis.size]
 
