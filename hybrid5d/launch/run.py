@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hybrid5d.engine.engine import Engine
     from hybrid5d.rl.prompts import PromptFiles
     from hybrid5d.rl.rollouts import RolloutFiles
-    from hybrid5d.train.trainer import Resumed, Source
+    from hybrid5d.train.resuming import Resumed, Source
 
     Training: TypeAlias = Loader | PromptFiles | RolloutFiles
 
@@ -230,7 +230,7 @@ def _whole_line(job: Job) -> Any:
 
 
 def _resume(job: Job, engine: Engine, folder: RunFolder, loader: Source | None = None) -> Resumed:
-    from hybrid5d.train.trainer import resume
+    from hybrid5d.train.resuming import resume
 
     job.where = "loading the checkpoint"
     resumed = resume(engine, folder, loader)

@@ -19,8 +19,9 @@ from hybrid5d.rl.rollouts import Rollout, RolloutFiles
 from hybrid5d.rl.step import PolicyUpdate, needs_reference
 from hybrid5d.train.metrics import JsonLines, open_trackers
 from hybrid5d.train.requests import Requests
+from hybrid5d.train.resuming import RL_STEP, Resumed
 from hybrid5d.train.run_folder import EVALS, METRICS, RunFolder
-from hybrid5d.train.trainer import RL_STEP, Resumed, Trainer
+from hybrid5d.train.trainer import Trainer
 
 PROGRESS_SECONDS = 15.0
 REFERENCE = "reference"  # of a checkpoint's state: which weights the KL compares with
@@ -64,7 +65,7 @@ class RLTrainer(Trainer):
         self._reference = _reference(engine.plan.config, resumed)
         self.validation: list[float] = []
         self._spoke = time.perf_counter()
-        self._saved_at = resumed.step or None
+        self.saver.saved_at = resumed.step or None
 
     @property
     def done(self) -> int:

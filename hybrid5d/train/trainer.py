@@ -4,47 +4,30 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from hybrid5d.checkpoint.manifest import CRITIC, Resume, resolve_resume
-from hybrid5d.checkpoint.retention import prune
-from hybrid5d.checkpoint.save import Save
-from hybrid5d.config.schema import NO_CRITIC
 from hybrid5d.data.loader import EvalLoader, Loader
 from hybrid5d.engine.results import StepResult
-from hybrid5d.errors import EXIT_FAILED, EXIT_STOPPED, CheckpointError, DamagedCheckpoint, HybridError
-from hybrid5d.parallel.agree import gather_objects, together, world_axis
+from hybrid5d.errors import EXIT_FAILED, EXIT_STOPPED
+from hybrid5d.parallel.agree import gather_objects, world_axis
 from hybrid5d.parallel.collectives import max_scalars
 from hybrid5d.train.metrics import Console, JsonLines, Tracker, duration, open_trackers, step_record
 from hybrid5d.train.requests import Request, Requests
+from hybrid5d.train.resuming import DATA, Source
 from hybrid5d.train.run_folder import CHECKPOINTS, EVALS, HF, METRICS, RunFolder
+from hybrid5d.train.saver import Saver, TrainingError
 from hybrid5d.train.tracing import Tracer
 
 if TYPE_CHECKING:
     from hybrid5d.engine.engine import Engine
 
 MOST_SKIPPED = 10  # steps in a row that `runner.on_nonfinite: skip` takes for bad luck
-DATA, RL_STEP = "data", "rl_step"  # of a checkpoint's state: the loader's identity, RL steps done
-
-
-class Source(Protocol):
-    """What a run's steps are made of: a loader, or the rollouts and prompts of an RL run."""
-
-    @property
-    def total_steps(self) -> int | None: ...
-    def describe(self) -> str: ...
-    def identity(self) -> dict[str, int | str | bool]: ...
 
 
 def _finite(result: StepResult) -> bool:
     return math.isfinite(result.loss) and math.isfinite(result.grad_norm)
-
-
-class TrainingError(HybridError):
-    """Training cannot go on: the numbers are no longer finite."""
 
 
 @dataclass(frozen=True)
@@ -98,74 +81,6 @@ def evaluate(engine: Engine, loader: EvalLoader, left: Callable[[], bool] = lamb
     return Evaluation(total / valid if valid else None, valid, rows)
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """The checkpoint that a run went on from (None: it starts), and what the user should know of it."""
-
-    source: Path | None = None
-    notices: tuple[str, ...] = ()
-    step: int = 0  # what the checkpoint's folder counts: optimizer steps, RL steps of an RL run
-    state: Mapping[str, Any] = field(default_factory=dict)
-
-
-def resume(engine: Engine, folder: RunFolder, loader: Source | None = None) -> Resumed:
-    """Load the checkpoint that `runner.resume_dir` names; `auto` is the newest whole one of this run, if it has any.
-
-    Collective over the world. Checkpoints of this folder that are newer than the one loaded go aside where `loader` is
-    given (a run that trains on), so that the next `auto` cannot take up what this run left behind.
-
-    Raises:
-        CheckpointError: a path that is not a whole checkpoint, none of the run's is whole, or it does not fit.
-    """
-    axis, asked, damaged = world_axis(), engine.plan.config.runner.resume_dir, list[Path]()
-    while True:
-        # Decided once: a shared file system may show another host another state of the folder.
-        mine = together(axis, lambda: resolve_resume(asked, folder / CHECKPOINTS, damaged) if axis.rank == 0 else None)
-        found: Resume = gather_objects(mine, axis)[0]
-        if found.source is None:
-            return Resumed()
-        try:
-            state = engine.load_checkpoint(found.source)
-            break
-        except DamagedCheckpoint:
-            if asked != "auto":
-                raise
-            damaged.append(found.source)
-    notices = list(found.passed_over)
-    step = int(state.get(RL_STEP, engine.global_step))
-    if loader is not None:
-        notices += together(axis, lambda: folder.keep_later(step) if axis.rank == 0 else [])
-        notices += _differing_rows(loader, state.get(DATA), step)
-        if engine.critic is None and (critic := found.source.parent / CRITIC).is_dir():
-            notices.append(f"{critic} is not loaded, and no later checkpoint holds it: {NO_CRITIC}")
-    return Resumed(found.source, tuple(notices), step, state)
-
-
-def _differing_rows(loader: Source, saved: Any, step: int) -> list[str]:
-    if not isinstance(saved, dict):  # a loop that is not ours may have saved something else
-        return []
-    now = loader.identity()
-    changes = [f"{n}={now[n]} (was {old})" for n, old in saved.items() if n in now and now[n] != old]
-    if not changes:
-        return []
-    text = f"rows differ from those that the checkpoint was made with: {', '.join(changes)}"
-    return [f"{text}; step {step + 1} takes its place in the new order"]
-
-
-@dataclass(frozen=True)
-class Saving:
-    """A save that is on its way, of a step.
-
-    Attributes:
-        begun, blocked: when, and for how many seconds training stood still.
-    """
-
-    save: Save
-    step: int
-    begun: float
-    blocked: float
-
-
 class Trainer:
     """Runs one training to its end. Every rank has one; rank 0 writes and prints.
 
@@ -191,8 +106,8 @@ class Trainer:
         self.console = Console(self.first, loader.total_steps)
         self.start_step = engine.global_step
         self.tracer = Tracer(engine, folder, self.console)
-        self._saved_at: int | None = self.start_step or None
-        self._saving: Saving | None = None
+        self.saver = Saver(engine, folder / CHECKPOINTS, self.console, note, self._track)
+        self.saver.saved_at = self.start_step or None
         self._skipped = 0  # steps in a row that were not finite
         self._evaluations: list[Evaluation] = []
         self._metrics: JsonLines | None = None
@@ -224,7 +139,7 @@ class Trainer:
             ended = total is not None and step >= total
             result = self._end(last, time.perf_counter() - started) if ended else self._stopped(request, last)
         except Exception as exc:
-            self._settle_after(exc)
+            self.saver.settle_after(exc)
             raise
         finally:
             self._close()
@@ -260,7 +175,7 @@ class Trainer:
             lines = "\n".join(f"  {line}" for line in found)
             raise TrainingError(
                 f"after step {self.done} copies that must be equal differ (runner.check_replicas_every):\n{lines}\n"
-                f"The last good state is {self._last_good()}. Fix: resume from it (runner.resume_dir), on other "
+                f"The last good state is {self.saver.last_good}. Fix: resume from it (runner.resume_dir), on other "
                 "machines where this comes again"
             )
 
@@ -300,7 +215,7 @@ class Trainer:
         rates = " and ".join(f"{name}.optim.lr" for name, _ in lost)
         again = f", the {self._skipped}th such step in a row" if self._skipped > 1 else ""
         raise TrainingError(
-            f"step {result.step}{again}: {numbers}; the last good state is {self._last_good()}. "
+            f"step {result.step}{again}: {numbers}; the last good state is {self.saver.last_good}. "
             f"Fix: a lower {rates}, a longer warm-up, or other data"
         )
 
@@ -311,8 +226,7 @@ class Trainer:
 
     def _agree(self, mine: Request) -> tuple[Request, bool]:
         """The most that any rank was asked, and whether one still writes a save. Collective (one maximum)."""
-        busy = self._saving is not None and self._saving.save.busy
-        asked, writing = max_scalars([float(mine), float(busy)], world_axis(), self.engine.device)
+        asked, writing = max_scalars([float(mine), float(self.saver.busy)], world_axis(), self.engine.device)
         return Request(int(asked)), bool(writing)
 
     def _answer(self) -> Request:
@@ -321,11 +235,11 @@ class Trainer:
         request, writing = self._agree(mine)
         self.requests.take(mine)
         if request >= Request.STOP:
-            self._settle()
-        elif self._saving is not None and not writing:
-            self._advance(self._saving)
+            self.saver.settle()
+        elif not writing:
+            self.saver.take_note()
         step = self.done
-        if request is not Request.NOTHING and step and step not in (self._saved_at, self._saving and self._saving.step):
+        if request is not Request.NOTHING and step and not self.saver.has(step):
             self._save(last=request >= Request.STOP)
         return request
 
@@ -339,7 +253,7 @@ class Trainer:
         return {"exit_code": code, "steps": step, "loss": last.loss if last else None, "checkpoint": where}
 
     def _checkpoint_of(self, step: int) -> str | None:
-        return str(self.folder / CHECKPOINTS / f"global_step_{step}") if self._saved_at == step else None
+        return str(self.folder / CHECKPOINTS / f"global_step_{step}") if self.saver.has(step) else None
 
     @property
     def _evaluates(self) -> bool:
@@ -371,68 +285,7 @@ class Trainer:
             tracker.log(step, values)
 
     def _save(self, last: bool = False) -> None:
-        """Save, or begin to where `runner.async_save` says so; one that is still written is waited for.
-
-        Raises:
-            CheckpointError: it cannot be written, on every rank; with `runner.on_save_error: continue` only where
-                nothing comes after it.
-        """
-        self._settle()
-        step, begun, background = self.done, time.perf_counter(), self.runner.async_save and not last
-        self.note(f"checkpoint after step {step}")
-        state = {DATA: self.loader.identity(), **self._state()}
-        try:
-            save = self.engine.begin_save(self.folder / CHECKPOINTS, state, step, background)
-        except CheckpointError as exc:
-            self._not_saved(step, exc, last)
-            return
-        self._saving = Saving(save, step, begun, time.perf_counter() - begun)
-        if not background:
-            self._settle(last)
-
-    def _settle(self, last: bool = False) -> None:
-        """Wait until a save that was begun is whole. Collective over the world; raises as `_save` does."""
-        saving, begun, waited = self._saving, time.perf_counter(), False
-        while self._saving is not None:
-            self.note(f"checkpoint after step {self._saving.step}")
-            waited |= self._saving.save.busy
-            self._advance(self._saving, last)
-        if saving is not None and waited:
-            seconds = time.perf_counter() - begun
-            self.console.say(f"waited {seconds:.1f} s for the checkpoint of step {saving.step} to be written")
-
-    def _settle_after(self, exc: Exception) -> None:
-        """What all ranks raise together leaves time for a save that was begun; another rank is not waited for."""
-        if isinstance(exc, TrainingError | CheckpointError) or world_axis().size == 1:
-            try:
-                self._settle()
-            except CheckpointError as failure:
-                self.console.say(f"notice: {failure}")
-
-    def _advance(self, saving: Saving, last: bool = False) -> None:
-        """Go on with a save of which no rank writes anything now, or wait till then. Collective over the world."""
-        try:
-            saved = saving.save.advance()
-        except CheckpointError as exc:
-            self._saving = None
-            self._not_saved(saving.step, exc, last)
-            return
-        if saved is None:
-            return
-        self._saving, self._saved_at = None, saving.step
-        self.console.say(f"checkpoint: {saved.path}")
-        seconds = {"seconds": time.perf_counter() - saving.begun, "blocked_seconds": saving.blocked}
-        self._track(saving.step, "save", {**seconds, "bytes": saved.bytes})
-        if self.first and self.runner.keep_last is not None:
-            try:
-                prune(saved.path, self.runner.keep_last, self.runner.keep_every)
-            except (OSError, CheckpointError) as exc:  # the save is whole: one rank must not end the run for the rest
-                self.console.say(f"notice: older checkpoints stay: {exc}")
-
-    def _not_saved(self, step: int, exc: CheckpointError, last: bool) -> None:
-        if last or self.runner.on_save_error == "stop":
-            raise exc
-        self.console.say(f"notice: step {step} is not saved, training goes on from {self._last_good()}: {exc}")
+        self.saver.save(self.done, {DATA: self.loader.identity(), **self._state()}, last)
 
     def _last_loss(self, step: int) -> float | None:
         return self.folder.last_loss(step)
@@ -440,9 +293,6 @@ class Trainer:
     def _state(self) -> dict[str, Any]:
         """More of a checkpoint's state."""
         return {}
-
-    def _last_good(self) -> str:
-        return f"the checkpoint of step {self._saved_at}" if self._saved_at is not None else "the start"
 
     def _end(self, last: StepResult | None, seconds: float) -> dict[str, Any]:
         step, axis = self.done, world_axis()
@@ -457,9 +307,9 @@ class Trainer:
             self.evaluate()
         if self._evaluations:
             result["eval_loss"] = self._evaluations[-1].loss
-        self._settle()
+        self.saver.settle()
         if self.runner.save_interval > 0:
-            if self._saved_at != step:
+            if not self.saver.has(step):
                 self._save(last=True)
             self.note("export")
             result["hf"] = str(self.engine.export_hf(self.folder / HF, force=True))

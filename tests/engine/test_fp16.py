@@ -18,7 +18,8 @@ from hybrid5d.engine.deepspeed.optimizer_state import OptimizerState
 from hybrid5d.engine.results import StepResult
 from hybrid5d.plan.deepspeed_config import PrecisionPlan
 from hybrid5d.train.metrics import step_line, step_record
-from hybrid5d.train.trainer import Trainer, TrainingError
+from hybrid5d.train.saver import TrainingError
+from hybrid5d.train.trainer import Trainer
 from tests.engine_kit import Layout, build_engine
 from tests.harness import run_ranks
 from tests.kit import MODELS, Recipe, document_loss_sum, hf_model, make_rows, step_batch
@@ -179,7 +180,7 @@ def test_the_scale_is_reported() -> None:
 )
 def test_overflows_at_the_smallest_scale_end_the_run(precision: PrecisionPlan, scale: float | None, ends: bool) -> None:
     run: Any = SimpleNamespace(
-        _metrics=None, _track=lambda *args: None, _last_good=lambda: "the start", _skipped=0,
+        _metrics=None, _track=lambda *args: None, saver=SimpleNamespace(last_good="the start"), _skipped=0,
         runner=SimpleNamespace(on_nonfinite="stop"),
         engine=SimpleNamespace(plan=SimpleNamespace(precision=precision), critic=None),
     )  # fmt: skip

@@ -263,9 +263,9 @@ def test_given_advantages_are_refused(folders: dict[str, Path], headed: Path, tm
 
 def _run(rank: int, config: dict[str, Any], steps: int, poison: bool = False) -> Any:
     from hybrid5d.engine.build import initialize
+    from hybrid5d.train.resuming import resume
     from hybrid5d.train.rl_trainer import RLTrainer
     from hybrid5d.train.run_folder import RunFolder
-    from hybrid5d.train.trainer import resume
 
     config["runner"]["max_steps"] = steps
     plan = build_plan(RunConfig.model_validate(config), 2, "train")

@@ -56,9 +56,9 @@ def _run(rank: int, config: dict[str, Any], world: int, steps: int) -> None:
     from hybrid5d.data.build import tokenizer_name
     from hybrid5d.engine.build import initialize
     from hybrid5d.rl.prompts import PromptFiles
+    from hybrid5d.train.resuming import resume
     from hybrid5d.train.rl_trainer import RLTrainer
     from hybrid5d.train.run_folder import RunFolder
-    from hybrid5d.train.trainer import resume
 
     config["runner"]["max_steps"] = steps
     plan = build_plan(RunConfig.model_validate(config), world, "train")

@@ -104,9 +104,9 @@ def test_group_size_counts_trajectories(tmp_path: Path) -> None:
 def _run(rank: int, tree: dict[str, Any], steps: int) -> Any:
     from hybrid5d.engine.build import initialize
     from hybrid5d.plan.run import build_plan
+    from hybrid5d.train.resuming import resume
     from hybrid5d.train.rl_trainer import RLTrainer
     from hybrid5d.train.run_folder import RunFolder
-    from hybrid5d.train.trainer import resume
 
     tree["runner"]["max_steps"] = steps
     plan = build_plan(RunConfig.model_validate(tree), 2, "train")

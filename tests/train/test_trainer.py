@@ -24,7 +24,8 @@ def train(rank: int, world: int, path: str, words: tuple[str, ...], poison: bool
     from hybrid5d.data.build import eval_loader_from_plan, loader_from_plan
     from hybrid5d.load import load_config
     from hybrid5d.plan.run import build_plan
-    from hybrid5d.train.trainer import Trainer, resume
+    from hybrid5d.train.resuming import resume
+    from hybrid5d.train.trainer import Trainer
 
     plan = build_plan(load_config(path, words), world)
     engine = hybrid5d.initialize(plan)
@@ -122,6 +123,90 @@ def test_saves_that_fail_are_said_left_out_and_the_whole_one_stays(tmp_path: Pat
     assert all("goes on from the checkpoint of step 1: rank 1: " in line and "No space" in line for line in told)
 
 
+ASYNC = "runner.async_save=true"
+
+
+def test_background_saves_that_fail_are_said_at_a_later_step_with_the_rank(tmp_path: Path) -> None:
+    """As above; the last step's, which nothing comes after, is saved once more while all wait."""
+    path = str(write_run(tmp_path / "a"))
+    words = (*SAVE, "runner.on_save_error=continue", "runner.max_steps=6", ASYNC)
+    results = run_ranks(2, _full_disk, 2, path, words, (1, 2, 5))
+    assert [r["exit_code"] for r in results] == [0, 0]
+    root = tmp_path / "a" / "run" / "checkpoints"
+    assert {p.name for p in root.iterdir()} == {"global_step_6", "latest"}
+    told = [line for line in results[0]["told"] if "is not saved" in line]
+    assert [line.split(",")[0] for line in told] == [f"notice: step {n} is not saved" for n in (2, 3, 6)], told
+    assert all(": rank 1: " in line and "No space" in line for line in told)
+    path = str(write_run(tmp_path / "b"))
+    with pytest.raises(RankFailure, match="No space left on device"):
+        run_ranks(2, _full_disk, 2, path, (*SAVE, ASYNC), (1,))
+    root = tmp_path / "b" / "run" / "checkpoints"
+    assert {p.name for p in root.iterdir()} == {"global_step_1", "latest"}
+
+
+def _slow_disk(rank: int, path: str, words: tuple[str, ...], leave: str) -> dict[str, Any]:
+    """Trains; rank 1 writes slowly. `leave`: how the run ends, in step 3."""
+    import torch
+
+    from hybrid5d.engine.engine import Engine
+    from hybrid5d.train import trainer
+    from hybrid5d.train.metrics import Console
+    from hybrid5d.train.requests import Request, Requests
+    from tests.checkpoint.test_async import slow_writes
+
+    class Tracked:
+        def log(self, step: int, values: dict[str, float]) -> None:
+            tracked.append((step, values))
+
+        def close(self) -> None:
+            return
+
+    told: list[str] = []
+    tracked: list[tuple[int, dict[str, float]]] = []
+    train_batch, asked = Engine.train_batch, Requests.asked.fget  # type: ignore[attr-defined]
+    steps = [0]
+
+    def counted(self: Any, batch: Any) -> Any:
+        steps[0] = self.global_step + 1
+        if leave == "numbers" and steps[0] == 3 and rank == 0:
+            next(p for p in self.module.parameters()).data.fill_(torch.nan)
+        return train_batch(self, batch)
+
+    def stop(self: Any) -> Request:
+        return Request.STOP if leave == "stop" and steps[0] == 3 and rank == 0 else asked(self)
+
+    Engine.train_batch, Requests.asked = counted, property(stop)  # type: ignore[assignment, method-assign]
+    Console.say = lambda self, text: told.append(text)  # type: ignore[method-assign]
+    trainer.open_trackers = lambda *_: [Tracked()]
+    slow_writes(0.05 if rank else 0.0)
+    return {**train(rank, 2, path, words), "told": told, "tracked": tracked}
+
+
+_slow_disk.needs_group = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("leave", ["end", "stop", "numbers"])
+def test_every_way_out_waits_for_a_save_that_is_being_written(tmp_path: Path, leave: str) -> None:
+    path, root = str(write_run(tmp_path / "a")), tmp_path / "a" / "run" / "checkpoints"
+    words = ("runner.save_interval=2", "runner.keep_last=1", TP2, ASYNC)
+    if leave == "numbers":
+        with pytest.raises(RankFailure, match="step 3: actor: loss nan"):
+            run_ranks(2, _slow_disk, path, words, leave)
+    else:
+        result, _ = run_ranks(2, _slow_disk, path, words, leave)
+        assert result["exit_code"] == (3 if leave == "stop" else 0)
+        saved = [int(line.rpartition("_")[2]) for line in result["told"] if line.startswith("checkpoint: ")]
+        assert saved == ([2, 3] if leave == "stop" else [2, 4])
+        assert any(line.startswith("waited ") and "for the checkpoint of step 2" in line for line in result["told"])
+        seconds = [(step, v) for step, v in result["tracked"] if "save/seconds" in v]
+        assert [step for step, _ in seconds] == saved
+        for _, values in seconds:
+            assert values["save/seconds"] > values["save/blocked_seconds"] > 0
+            assert values["save/bytes"] == sum(p.stat().st_size for p in root.rglob("*.safetensors"))
+    newest = {"end": 4, "stop": 3, "numbers": 2}[leave]
+    assert {p.name for p in root.iterdir()} == {f"global_step_{newest}", "latest"}
+
+
 def test_a_save_that_fails_ends_the_run_and_the_whole_one_stays(tmp_path: Path) -> None:
     """By default; with `continue`, where the last step's fails and once more at the end: nothing comes after it."""
     for name, words, bad, left in (("a", (), (1,), 1), ("b", ("runner.on_save_error=continue",), (4, 5), 4)):
@@ -135,7 +220,7 @@ def test_a_save_that_fails_ends_the_run_and_the_whole_one_stays(tmp_path: Path) 
 def _nothing_can_go(rank: int, path: str) -> dict[str, Any]:
     """Trains where no checkpoint can be removed, for one reason and another."""
     from hybrid5d.errors import CheckpointError
-    from hybrid5d.train import trainer
+    from hybrid5d.train import saver
 
     reasons: list[Exception] = [OSError(30, "Read-only file system", "x"), CheckpointError("x cannot be read")]
 
@@ -143,7 +228,7 @@ def _nothing_can_go(rank: int, path: str) -> dict[str, Any]:
         raise reasons.pop(0)
 
     told: list[str] = []
-    trainer.prune, trainer.Console.say = fails, lambda self, text: told.append(text)  # type: ignore
+    saver.prune, saver.Console.say = fails, lambda self, text: told.append(text)  # type: ignore
     words = ("runner.save_interval=1", "runner.max_steps=2", "runner.keep_last=1")
     return {**train(rank, 1, path, words), "told": [line for line in told if line.startswith("notice")]}
 
@@ -181,7 +266,7 @@ def test_a_resumed_run_says_what_changed(tmp_path: Path) -> None:
 
 def test_a_critic_that_is_left_behind_is_said(tmp_path: Path) -> None:
     """Neither where the run has one, nor in an evaluation, which saves nothing."""
-    from hybrid5d.train.trainer import resume
+    from hybrid5d.train.resuming import resume
 
     source = put_step(tmp_path / "checkpoints", 2, "") / "actor"
     config = SimpleNamespace(runner=SimpleNamespace(resume_dir="auto"))
@@ -321,14 +406,15 @@ def test_a_skipped_step_is_said_and_a_resumed_run_counts_it(tmp_path: Path) -> N
 def test_a_critic_s_step_is_skipped_and_said_too() -> None:
     from hybrid5d.engine.results import StepResult
     from hybrid5d.plan.deepspeed_config import PrecisionPlan
-    from hybrid5d.train.trainer import Trainer, TrainingError
+    from hybrid5d.train.saver import TrainingError
+    from hybrid5d.train.trainer import Trainer
 
     told: list[str] = []
     engine = SimpleNamespace(plan=SimpleNamespace(precision=PrecisionPlan("bf16")))
     run: Any = SimpleNamespace(
         engine=SimpleNamespace(plan=engine.plan, critic=engine), runner=SimpleNamespace(on_nonfinite="skip"),
         _skipped=0, console=SimpleNamespace(say=told.append), _metrics=None, _track=lambda *_: None,
-        _last_good=lambda: "the start",
+        saver=SimpleNamespace(last_good="the start"),
     )  # fmt: skip
     numbers: dict[str, Any] = {
         "step": 3, "loss": 2.0, "valid_tokens": 9, "tokens": 9, "step_time_s": 1.0, "peak_memory_bytes": 1,
