@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from hybrid5d.checkpoint.hf_write import stored_tensors, write_weights
 from hybrid5d.checkpoint.manifest import WEIGHT
 from hybrid5d.checkpoint.sidecar import copy_sidecar, exported_config, read_config, write_sidecar
 from hybrid5d.checkpoint.state import TrainState
-from hybrid5d.errors import CheckpointError, ConfigError, ConfigErrors
+from hybrid5d.errors import CheckpointError, ConfigError, ConfigErrors, HybridError
 from hybrid5d.files import fresh_folder, old_of, publish, replacing, temporary_of
 from hybrid5d.models.dtypes import DTYPES
 from hybrid5d.parallel.agree import together, world_axis
@@ -127,12 +127,21 @@ def export_checkpoint(
     return target
 
 
+class Stopped(HybridError):
+    """An export that was to end before its end."""
+
+
 def export_hf(
-    state: TrainState, target: str | Path, dtype: str = "same", max_shard_size: str = "5GB", force: bool = False
-) -> Path:
+    state: TrainState, target: str | Path, dtype: str = "same", max_shard_size: str = "5GB", force: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+) -> Path:  # fmt: skip
     """Write an HF folder from a model in training: `HfTensors`, file by file. Collective over the world.
 
+    Args:
+        stop: asked before each bucket of tensors, the same answer on every rank; True ends the export.
+
     Raises:
+        Stopped: `stop` said so; on every rank, with nothing left behind, and what was at `target` stays.
         ConfigErrors, CheckpointError: on every rank, with nothing left behind.
     """
     target, axis = _named(target), world_axis()
@@ -146,13 +155,25 @@ def export_hf(
             fresh_folder(sidecar)
             write_sidecar(state.plan, sidecar)
 
+    ended = False
+
+    def before() -> None:
+        nonlocal ended
+        ended = ended or stop()
+        if ended:
+            raise Stopped
+
     together(axis, prepare)
     try:
         tensors = HfTensors(state)
-        stream = tensors.stream(DTYPES[options.dtype])
+        stream = tensors.stream(DTYPES[options.dtype], before=before)
         # it communicates, but draws the stream to its end also where it fails
         together(axis, lambda: _write_folder(tensors.shapes, stream, sidecar, temporary, options, axis))
         together(axis, lambda: publish(temporary, target) if axis.rank == 0 else None)
+    except CheckpointError:
+        if ended:
+            raise Stopped(f"{target} was not written: stopped") from None
+        raise
     finally:
         if axis.rank == 0:
             for leftover in (temporary, sidecar, old_of(target)):

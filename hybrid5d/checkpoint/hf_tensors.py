@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 
 import torch
@@ -72,12 +72,18 @@ class HfTensors:
         self._left = Counter(id(param) for parts in self._held.values() for param, _ in parts)
         self._whole: dict[int, Tensor | None] = {}
 
-    def stream(self, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+    def stream(
+        self, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES, before: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of every tensor in `dtype`; every rank must draw all. Collective over the world.
 
         A bucket is summed over the world as integers, each element nonzero on the one rank that holds it: exact.
+
+        Args:
+            before: called before each bucket; what it raises, on all ranks or on none, ends the stream.
         """
         for names in buckets(self.shapes, dtype, bucket_bytes):
+            before()
             yield from self._bucket(names, dtype)
 
     def _bucket(self, names: list[str], dtype: torch.dtype) -> list[tuple[str, Tensor]]:

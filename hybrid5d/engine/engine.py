@@ -376,10 +376,12 @@ class Engine:
         return HfTensors(self.state).stream(self._dtype if dtype == "same" else DTYPES[dtype], bucket_bytes)
 
     def export_hf(
-        self, directory: str | Path, dtype: str = "same", max_shard_size: str = "5GB", force: bool = False
-    ) -> Path:
+        self, directory: str | Path, dtype: str = "same", max_shard_size: str = "5GB", force: bool = False,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Path:  # fmt: skip
         """Write a Hugging Face folder (config.json, safetensors, tokenizer files). Collective over the world.
 
         `dtype`: fp32, bf16, fp16 or same (the run's precision); an existing folder is replaced only with `force`.
+        `stop`: see `checkpoint.export.export_hf`.
         """
-        return export_hf(self.state, directory, dtype, max_shard_size, force)
+        return export_hf(self.state, directory, dtype, max_shard_size, force, stop)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hybrid5d.checkpoint.export import Stopped
 from hybrid5d.data.loader import EvalLoader, Loader
 from hybrid5d.engine.results import StepResult
 from hybrid5d.errors import EXIT_FAILED, EXIT_STOPPED
@@ -252,6 +253,10 @@ class Trainer:
         self.console.say(f"stopped {why} after step {saved}")
         return {"exit_code": code, "steps": step, "loss": last.loss if last else None, "checkpoint": where}
 
+    def _stops_export(self) -> bool:
+        self.note("export")  # each bucket of tensors is progress
+        return self._agree(self.requests.asked)[0] >= Request.STOP
+
     def _checkpoint_of(self, step: int) -> str | None:
         return str(self.folder / CHECKPOINTS / f"global_step_{step}") if self.saver.has(step) else None
 
@@ -311,8 +316,10 @@ class Trainer:
         if self.runner.save_interval > 0:
             if not self.saver.has(step):
                 self._save(last=True)
-            self.note("export")
-            result["hf"] = str(self.engine.export_hf(self.folder / HF, force=True))
+            try:
+                result["hf"] = str(self.engine.export_hf(self.folder / HF, force=True, stop=self._stops_export))
+            except Stopped:
+                return self._stopped(self._agree(self.requests.asked)[0], last)
             self.console.say(f"Hugging Face folder: {result['hf']}")
         if last is not None:
             self.console.say(self._summary(step, last.loss, seconds))

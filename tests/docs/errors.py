@@ -17,7 +17,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "errors.md"
 KINDS = {
     "ConfigError": "settings", "_Bad": "settings", "DataError": "data", "BadRecord": "data", "TemplateError": "data",
     "CheckpointError": "weights", "DamagedCheckpoint": "weights", "HeaderError": "weights", "TrainingError": "run",
-    "HostError": "run", "HybridError": "run", "RankFailure": "run", "notice": "notices",
+    "HostError": "run", "HybridError": "run", "RankFailure": "run", "Stopped": "library", "notice": "notices",
 }  # fmt: skip
 OURS = ("Deadlock", "NoRoom", "DistBackendError")  # beside Python's own: what a caller of the library meets
 ROOMS = {

@@ -463,3 +463,40 @@ def test_copies_are_compared_before_a_save_and_a_flipped_bit_ends_the_run(tmp_pa
     assert (tmp_path / "a" / "run" / "checkpoints" / "latest").read_text() == "global_step_2\n"
     (tmp_path / "b").mkdir()
     run_ranks(2, _one_bit, str(write_run(tmp_path / "b" / "a")), words[1:])  # not asked for: not seen
+
+
+def _stopped_in_the_export(rank: int, path: str, words: tuple[str, ...]) -> dict[str, Any]:
+    """Trains; rank 1 alone is asked to stop when the first bucket of the model is exported."""
+    from hybrid5d.checkpoint import hf_tensors
+    from hybrid5d.train import trainer
+    from hybrid5d.train.requests import Request, Requests
+    from hybrid5d.train.trainer import Trainer
+
+    requests, bucket, init = Requests(), hf_tensors.HfTensors._bucket, Trainer.__init__
+    buckets: list[int] = []
+
+    def asked(self: Any, *args: Any) -> Any:
+        buckets.append(1)
+        if rank == 1:
+            requests.ask(Request.STOP)
+        return bucket(self, *args)
+
+    hf_tensors.HfTensors._bucket = asked  # type: ignore[method-assign]
+    hf_tensors.HfTensors.stream.__defaults__ = (2000, lambda: None)  # type: ignore[attr-defined]
+    trainer.Trainer.__init__ = lambda *a, **k: init(*a, **{**k, "requests": requests})  # type: ignore[assignment, method-assign]
+    return {**train(rank, 2, path, words), "buckets": len(buckets)}
+
+
+_stopped_in_the_export.needs_group = True  # type: ignore[attr-defined]
+
+
+def test_a_stop_in_the_export_is_answered_with_everything_saved(tmp_path: Path) -> None:
+    """The next bucket is not begun, nothing half-written stays, and starting again exports."""
+    path, folder = str(write_run(tmp_path / "a")), tmp_path / "a" / "run"
+    words = ("runner.save_interval=4", TP2)
+    for result in run_ranks(2, _stopped_in_the_export, path, words):
+        assert (result["exit_code"], result["buckets"], result["steps"]) == (3, 1, 4)
+        assert result["checkpoint"] == str(folder / "checkpoints" / "global_step_4")
+    assert not [p.name for p in folder.iterdir() if p.name.startswith("hf")]
+    result, _ = run_ranks(2, train, 2, path, (*words, "runner.resume_dir=auto"))
+    assert result["exit_code"] == 0 and result["hf"] == str(folder / "hf")
