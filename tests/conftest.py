@@ -19,6 +19,14 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `-n`, a file's tests share a worker, for its fixtures and ports; the cases of the big matrix stand alone."""
+    for item in items:
+        if item.path.stem != "test_equivalence":
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+
+
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One HF folder per tiny model."""

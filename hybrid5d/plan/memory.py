@@ -232,15 +232,27 @@ class StageMemory:
 def buffers(job: Job, rank: int) -> dict[str, int]:
     """What DeepSpeed allocates beside states, from the resolved config, and the batch's own tensors."""
     p, found = job.elements(rank), {"batch": batch_bytes(job)}
-    if job.zero == 1 and job.precision in ("bf16", "fp32"):
+    if job.zero == 1 and job.precision == "fp32":
         return found  # gradients are reduced where they accumulate
-    found["reduce bucket"] = min(job.bucket("reduce_bucket_size"), p) * FP32
+    flat = min(job.bucket("reduce_bucket_size"), p)
+    found["reduce bucket"] = flat * FP32
+    if job.zero >= 2:  # gradients wait until a bucket is full, then one flat copy is reduced
+        found["gradients of a bucket"] = flat * (FP32 + (job.size if job.zero == 3 and job.size < FP32 else 0))
     if job.zero == 3:
         spec, tp = job.spec, job.layout.tp
         largest = max(layer_elements(spec, tp), -(-spec.vocab_size // tp) * spec.hidden_size)
         live = min(job.bucket("stage3_max_live_parameters"), p, 2 * largest + job.bucket("stage3_prefetch_bucket_size"))
         found["gathered parameters"] = live * job.size
     return found
+
+
+def norm_bytes(job: Job) -> int:
+    """What DeepSpeed's norm of ZeRO 1 makes in fp32: a copy of each gradient in fp64; the largest matrix's."""
+    if job.zero > 1 or job.precision != "fp32":
+        return 0
+    spec, tp = job.spec, job.layout.tp
+    widest = max(2 * (spec.intermediate_size // tp), -(-spec.vocab_size // tp))
+    return 2 * FP32 * widest * spec.hidden_size
 
 
 def groups_of(job: Job) -> dict[str, int]:
@@ -264,20 +276,19 @@ def stage_memory(job: Job, rank: int, hardware: Hardware) -> StageMemory:
     held, loss = head_bytes(job) if last else (0, 0)
     heads = job.micro_batches if job.schedule.kind == "gpipe" else 1
     act, extra = round(live * micro.kept), buffers(job, rank)
-    logits = heads * held + loss
-    bucket = extra.get("reduce bucket", 0)
-    resting = st.weights + st.gradients + st.master + st.moments
-    standing = resting + sum(extra.values()) - bucket
+    p, logits = job.elements(rank), heads * held + loss
+    reduction = extra.get("reduce bucket", 0) + extra.get("gradients of a bucket", 0)
+    resting = st.weights + st.gradients + st.master + st.moments + extra["batch"]
     work = max(micro.working_set + (backward_bytes(job) if job.rank_layers(rank) else 0), logits)
     # gradients are reduced as activations go (ZeRO 2, 3) or after the last backward pass (ZeRO 1)
-    step = standing + max(act + work, act - micro.kept + bucket if job.zero > 1 else bucket)
-    p = job.elements(rank)
-    update = max(st.moments // 2, st.master)  # torch's AdamW makes a denominator as large as one moment
+    gone = micro.kept * min(1.0, job.bucket("reduce_bucket_size") / p) if job.zero > 1 else act
+    step = resting + max(act + work + extra.get("gathered parameters", 0), round(act - gone) + reduction)
+    update = norm_bytes(job) if job.moments == 2 and not job.offload else st.master  # fused AdamW makes no temporaries
     peaks = {
         "load": p * FP32,
-        "optimizer_creation": p * job.size + st.weights * (job.zero < 3) + st.gradients + st.master + st.moments,
+        "optimizer_creation": st.weights + st.master + (st.gradients if job.zero < 2 else p * FP32),
         "step": step,
-        "optimizer_step": resting + extra["batch"] + update,
+        "optimizer_step": resting + update,
     }
     at = max(peaks, key=lambda name: peaks[name])
     outside = {"context": hardware.context_bytes, "communicators": len(groups_of(job)) * hardware.communicator_bytes}

@@ -48,7 +48,7 @@ def over_ranks(world: int, cases: list[Case]) -> list[list[Error]]:
     return [[sum(e, Error()) for e in zip(*ranks)] for ranks in zip(*by_rank)]
 
 
-@pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("cp", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.full)])
 def test_equals_full_attention(cp):
     cases = matrix(cp)
     single = Runner(0, 1)

@@ -98,7 +98,10 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout,bad", LAYOUTS, ids=[str(i) for i in range(len(LAYOUTS))])
+@pytest.mark.parametrize(
+    "layout,bad", [*LAYOUTS[:2], *(pytest.param(*case, marks=pytest.mark.full) for case in LAYOUTS[2:])],
+    ids=[str(i) for i in range(len(LAYOUTS))],
+)
 def test_fp16_equals_fp32_and_a_skipped_step_moves_no_schedule(
     layout: Layout, bad: int, folders: dict[str, Path]
 ) -> None:

@@ -107,6 +107,7 @@ def want(small: Path) -> Any:
 LAYOUTS = [Layout(tp=3), Layout(pp=3), Layout(cp=2), Layout(dp=2, micro=2), Layout(tp=3, pp=2, sp=True)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_three_steps_equal_transformers(small: Path, want: Any, layout: Layout) -> None:
     steps = chat_steps(small, RECIPE.steps)

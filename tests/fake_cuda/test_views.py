@@ -13,6 +13,7 @@ import pytest
 from tests.fake_cuda.load import build
 from tests.launch_kit import REPO
 
+pytestmark = pytest.mark.full  # 40 s of one core
 ROW = re.compile(r"^\| `([^`]+)` \| (\d+) \| (\d+) \| (.*) \|$", re.MULTILINE)
 NAMES = {"allreduce_": "all-reduce", "_reduce_scatter_base_": "reduce-scatter", "_allgather_base_": "all-gather",
          "send": "send"}  # fmt: skip

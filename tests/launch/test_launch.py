@@ -63,6 +63,7 @@ def _check_output(ended: Ended, folder: Path) -> None:
         assert (folder / name).is_file(), name
 
 
+@FULL
 def test_resolved_yaml_is_the_same_run_and_train_wraps_the_launcher(one_process: Path, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "hybrid5d", "train", str(one_process / "resolved.yaml"), "--num-procs", "2"]
     ended = run([*words, "--launcher", "torchrun", f"runner.output_dir={tmp_path}", PP2])
@@ -125,6 +126,7 @@ def _wait(condition: object, seconds: float) -> None:
         time.sleep(0.2)
 
 
+@FULL
 def test_sigusr1_saves_and_sigterm_saves_and_stops(tmp_path: Path) -> None:
     """Told to `hybrid5d train`, done by all ranks, under a launcher that passes neither on; code 3, then resumed."""
     path = write_run(tmp_path / "a")
@@ -155,6 +157,7 @@ def test_sigusr1_saves_and_sigterm_saves_and_stops(tmp_path: Path) -> None:
     assert json.loads((folder / "result.json").read_text())["exit_code"] == 0
 
 
+@FULL
 def test_a_lost_run_is_never_reported_as_done(tmp_path: Path) -> None:
     """`deepspeed` returns 0 when its inner process is killed, `hybrid5d train` does not; the ranks save and leave."""
     path = write_run(tmp_path / "a")
@@ -180,6 +183,7 @@ def test_a_lost_run_is_never_reported_as_done(tmp_path: Path) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+@FULL
 def test_eval_verb_gives_the_loss_of_the_start_weights(one_process: Path, tmp_path: Path) -> None:
     rows = one_process.parent / "rows.jsonl"
     words = [sys.executable, "-m", "hybrid5d", "eval", str(one_process / "resolved.yaml"), "--num-procs", "2"]

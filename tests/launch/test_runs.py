@@ -81,6 +81,7 @@ def test_a_folder_is_free_again_after_a_kill_and_the_old_run_is_kept(
     assert "is kept in earlier-1/" in ended.out and trains(folder / "earlier-1") and len(metrics(folder)) == 1
 
 
+@FULL
 def test_the_same_command_again_keeps_the_result(tmp_path: Path) -> None:
     path = write_run(tmp_path / "a")
     words = [*TRAIN, str(path), "runner.save_interval=2", "runner.resume_dir=auto"]

@@ -78,7 +78,12 @@ CASES = {
 LAYOUTS = [Layout(dp=2), Layout(cp=2, tp=2, sp=True), Layout(2, 2, 1, 2, True)]
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = {"partial", "dynamic-packed"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in CASES]
+)
 def test_every_layout_reads_and_computes_the_same(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     case = CASES[name]
     pairs = write_rows(tmp_path, make_rows(case.rows, 22, 101, seed=17))
