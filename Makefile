@@ -18,7 +18,7 @@ endif
 unexport VIRTUAL_ENV
 
 .DEFAULT_GOAL := help
-.PHONY: help install train rl smoke test test-full test-all unit golden docs lint format types imports ci ds-configs axes-doc errors-doc python-doc matrix benchmarks soak-shm gpu-check smollm2 clean
+.PHONY: help install train rl smoke test test-full test-all unit golden docs lint format types imports ci ds-configs axes-doc chinese errors-doc python-doc matrix benchmarks soak-shm gpu-check smollm2 clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -79,6 +79,9 @@ ds-configs: $(STAMP) ## write ds_configs/ anew
 
 axes-doc: $(STAMP) ## write the tables of docs/axes/ anew, from plan and the README's measurements
 	$(BIN)/python -m tests.docs.axes --write
+
+chinese: $(STAMP) ## copy code, commands and numbers of the English pages into the Chinese ones
+	$(BIN)/python -m tests.docs.chinese --write
 
 errors-doc: $(STAMP) ## write docs/errors.md anew, from the sources
 	$(BIN)/python -m tests.docs.errors --write

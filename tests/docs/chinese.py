@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-PAIRS = {"docs/tutorial.md": "docs/tutorial.zh-CN.md"}
+PAIRS = {"README.md": "README.zh-CN.md", "docs/tutorial.md": "docs/tutorial.zh-CN.md"}
 BLOCK = re.compile(r"^```\w*\n.*?^```$", re.DOTALL | re.MULTILINE)
 MATRIX = re.compile(r"<!-- matrix:.*?<!-- /matrix -->", re.DOTALL)
 TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
@@ -53,7 +53,21 @@ def synced(source: str, target: str) -> str:
         target = BLOCK.sub(lambda _: next(ours), target)
     if matrix := MATRIX.search(source):
         target = MATRIX.sub(lambda _: matrix.group(), target)
+    rows = [row for table in tables(source) for row in table]
+    lines = [n for n, line in enumerate(target.splitlines()) if line.startswith("|") and n not in _fixed(target)]
+    if [len(row) for row in rows] == [len(_cells(target.splitlines()[n])) for n in lines]:
+        written = target.splitlines()
+        for n, row in zip(lines, rows, strict=True):
+            cells = _cells(written[n])
+            written[n] = f"|{'|'.join(a if _numbers(a) else b for a, b in zip(row, cells, strict=True))}|"
+        target = "\n".join(written) + "\n"
     return target
+
+
+def _fixed(text: str) -> set[int]:
+    """Lines inside code blocks and the matrix."""
+    found = [m for pattern in (BLOCK, MATRIX) for m in pattern.finditer(text)]
+    return {n for m in found for n in range(text.count("\n", 0, m.start()), text.count("\n", 0, m.end()) + 1)}
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ from tests.harness import run_ranks
 
 REPO = Path(__file__).resolve().parents[2]
 README = (REPO / "README.md").read_text(encoding="utf-8")
-PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
+PAGES = [*REPO.glob("*.md"), *sorted((REPO / "docs").rglob("*.md"))]
 YAMLS = sorted(p.relative_to(REPO) for p in (REPO / "examples").rglob("*.yaml"))
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
 STARTS = ("deepspeed", "accelerate", "torchrun", "python")
