@@ -94,8 +94,9 @@ matrix: $(STAMP) ## write the README's support matrix anew
 
 benchmarks: smollm2 ## each axis beside its peers, long rows, attention, generation, loading, data, collectives: ratios
 	$(BIN)/pip install -q -c constraints.txt -e '.[data,benchmarks]'
-	$(BIN)/python benchmarks/axes.py --json benchmarks/results.json --chart docs/axes.png
+	$(BIN)/python benchmarks/axes.py --json benchmarks/results.json
 	$(BIN)/python benchmarks/axes.py --axes cp --rows 1 --seq-length 4096 --json benchmarks/results.json
+	$(BIN)/python benchmarks/report.py
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/generation.py
 	$(BIN)/python benchmarks/load_weights.py

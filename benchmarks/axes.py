@@ -1,7 +1,7 @@
 """What each axis costs: the plain loop, hybrid5d and the peers of that axis, same weights, same rows, taking turns.
 
     python benchmarks/axes.py [--axes tp pp] [--peers-on gloo shm] [--rounds 5] [--rows 8] [--seq-length 512]
-                              [--json FILE] [--chart FILE] [--quick]
+                              [--json FILE] [--quick]
 
 The plain loop is transformers' Llama and torch's AdamW in one process with 2 threads; every other side is 2 ranks with
 1 thread each (axis `one`: one process with 2). 8 layers, hidden 512, 8 heads, 4 kv heads, MLP 1408, vocabulary 8192, 8
@@ -12,7 +12,7 @@ each round, so that a machine that slows down does so for all. Losses and norms 
 rounds of a side's step beside the plain loop's in the same round; the range is that of the rounds. CPU-seconds are
 those of all threads of all ranks, memory is the highest of a rank's step less what its imports took. hybrid5d's ranks
 talk over its shared memory, as they do by default; peers over what `--peers-on` says, one run for each. A peer that
-does not run is listed with its error. `--json` keeps what a file has of other axes; `--chart` draws it.
+does not run is listed with its error. `--json` keeps what a file has of other axes; report.py makes a page of it.
 `--quick` is a small model for one round: it shows that everything runs and is equal, its times mean nothing.
 """
 
@@ -321,7 +321,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, help="rows of the global batch")
     parser.add_argument("--seq-length", type=int, help="tokens a row")
     parser.add_argument("--json", type=Path, help="keep the numbers in a file")
-    parser.add_argument("--chart", type=Path, help="draw the file of --json (PNG)")
     parser.add_argument("--quick", action="store_true", help="a small model, for one round")
     parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -346,10 +345,6 @@ def main() -> int:
                 wrong += [name for name in AXES[axis].ours if "error" in sides[name]]
                 if args.json:
                     keep(args.json, shape, {"axis": axis, "peers_on": transport, "rounds": rounds, "sides": sides})
-    if args.chart:
-        from chart import draw
-
-        draw(json.loads(args.json.read_text()), args.chart, asdict(shape))
     return 1 if wrong else 0
 
 

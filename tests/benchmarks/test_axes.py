@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import axes  # noqa: E402
+import report  # noqa: E402
 from peers import PEERS  # noqa: E402
 from sides import Side, SideFailed  # noqa: E402
 
@@ -140,6 +141,30 @@ def test_a_file_of_results_keeps_other_axes(tmp_path):
     assert [(r.axis, r.peers_on, r.shape["length"], r.rounds) for r in runs] == [
         ("tp", "gloo", 24, 1), ("tp", "gloo", 512, 2), ("tp", "shm", 512, 1), ("pp", "gloo", 512, 1),
     ]  # fmt: skip
+
+
+def test_the_page_is_made_of_the_results(tmp_path):
+    """Its tables are what report.py writes; a table names who did not run."""
+    results = json.loads((ROOT / "benchmarks/results.json").read_text())
+    assert report.tables(results) in (ROOT / "docs/performance.md").read_text()
+    plain = {"speed": 1.0, "speed_range": [1, 1], "cpu": 1.0, "cpu_range": [1, 1], "peak_mb": 5, "faults": 7}
+    sides = {
+        "plain": {**plain, "transport": "none"},
+        "dp2": {**plain, "transport": "shm", "speed": 1.2},
+        "torch-zero1": {**plain, "transport": "gloo", "speed": 1.5, "peak_mb": 9},
+        "deepspeed-zero1": {"error": "no room"},
+    }
+    machine = {"cores": 2, "torch": "2"}
+    shape = {"rows": 8, "length": 512}
+    run = {"axis": "dp", "peers_on": "gloo", "rounds": 3, "shape": shape, "machine": machine, "sides": sides}
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    report.write({"runs": [run, {**run, "peers_on": "shm"}]}, page)
+    lines = page.read_text().splitlines()
+    assert (lines[0], lines[-1]) == ("before", "after") and "old" not in lines
+    (aim,) = [line for line in lines if line.startswith("| DP, ZeRO 1 |")]
+    assert aim.split(" | ")[1:6] == ["dp2", "1.200", "torch DDP + ZeroRedundancyOptimizer 1.500", "0.80", "1.00"]
+    assert sum("did not run: no room" in line for line in lines) == 2
 
 
 @pytest.mark.full
