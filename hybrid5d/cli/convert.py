@@ -76,7 +76,7 @@ def _explain(result: Translation, key: str, format_: str) -> None:
     for number, entry in enumerate(story):
         if number:
             sys.stdout.write("\n")
-        render.explain_text(render.console(), [(name, render.show(value)) for name, value in entry.items()])
+        render.explain_text(render.console(), [(name, render.show(value, 1000)) for name, value in entry.items()])
 
 
 def key_story(result: Translation, key: str) -> list[dict[str, Any]]:

@@ -26,14 +26,14 @@ def console(stderr: bool = False) -> Console:
     return terminal if terminal.is_terminal else Console(stderr=stderr, highlight=False, width=200, no_color=True)
 
 
-def show(value: Any) -> str:
+def show(value: Any, longest: int = 60) -> str:
     """A value as YAML users write it."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def _facts(title: str, facts: dict[str, Any]) -> Table:

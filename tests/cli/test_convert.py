@@ -158,7 +158,7 @@ def test_vision_language_model_translates_with_a_notice(tmp_path: Path) -> None:
         ("actor.model.seq_length", ["${runner.seq_length}", "32768", "overridden"]),
         ("actor.optim.overlap_param_gather", ["dropped", "step()"]),
         ("actor.model.cp_comm_type", ["defaulted", "p2p"]),
-        ("rollout.tensor_parallel_size", ["dropped", "the training engi"]),
+        ("rollout.tensor_parallel_size", ["dropped", "the training engine generates, in the actor's layout"]),
     ],
 )
 def test_explain(key: str, words: list[str]) -> None:

@@ -17,7 +17,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "errors.md"
 KINDS = {
     "ConfigError": "settings", "_Bad": "settings", "DataError": "data", "BadRecord": "data", "TemplateError": "data",
     "CheckpointError": "weights", "DamagedCheckpoint": "weights", "HeaderError": "weights", "TrainingError": "run",
-    "HostError": "run", "HybridError": "run", "RankFailure": "run", "Stopped": "library", "notice": "notices",
+    "HostError": "run", "HybridError": "run", "RankFailure": "run", "said": "run", "refused": "command",
+    "Stopped": "library", "notice": "notices",
 }  # fmt: skip
 OURS = ("Deadlock", "NoRoom", "DistBackendError")  # beside Python's own: what a caller of the library meets
 ROOMS = {
@@ -36,6 +37,7 @@ PARTS = {
         "`ConfigError`: all that one start meets are printed together, each as `key=value: rule. Fix: fix`. Exit code "
         "2, before a process group exists. In Python: `ConfigErrors`; its `errors` have `key`, `value`, `rule`, `fix`.",
     ),
+    "command": ("Options of a command", "Printed by the verb, exit code 2."),
     "data": (
         "Data",
         "`DataError`. The line starts with `file:line:` where a line is known; the first 20 of a file set are printed, "

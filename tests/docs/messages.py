@@ -12,7 +12,7 @@ import ast
 import builtins
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -21,6 +21,11 @@ MOST = 6  # alternatives of one text; beyond them a part stays as {name}
 DEEP = 7  # names and functions followed
 NOTICES = ("notice", "warn", "warning")
 LISTS = ("notices", "unchecked", "readings", "passed_over", "passed")  # lists whose items a user reads
+WRITERS = {
+    ("cli/options", "refuse"): "refused", ("console", "say"): "progress", ("launch/watch", "_end"): "said",
+    ("launch/watch", "_tell"): "said",
+}  # fmt: skip
+NOTICE = "notice: "
 PARTS = ("key", "text", "fix")
 Texts = tuple[str, ...]
 Known = Mapping[str, Texts]  # parameters of the function at hand whose texts a caller gave
@@ -81,6 +86,12 @@ class Module:
         self.functions = {n.name: n for n in self.nodes if isinstance(n, Function)}
         self.classes = [n for n in self.nodes if isinstance(n, ast.ClassDef)]
         self.inside: dict[ast.AST, list[ast.AST]] = {}
+        froms = [n for n in self.nodes if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("hybrid5d.")]
+        self.imported = {
+            a.asname or a.name: str(n.module).removeprefix("hybrid5d.").replace(".", "/")
+            for n in froms
+            for a in n.names
+        }
 
     @cached_property
     def constants(self) -> dict[str, ast.expr]:
@@ -180,6 +191,7 @@ class Reader:
 
     def __init__(self, modules: Iterable[Module]):
         self.modules = list(modules)
+        self.by_name = {m.name: m for m in self.modules}
         self.homes: dict[str, list[Module]] = {}  # function or constant -> modules that define it
         self.classes: dict[str, Module] = {}
         for module in self.modules:
@@ -191,6 +203,8 @@ class Reader:
         """The module that defines a name as this module sees it: itself, a base class's, or the only one."""
         if name in module.functions or name in module.constants:
             return module
+        if origin := self.by_name.get(module.imported.get(name, "")):
+            return origin
         if hasattr(builtins, name) or hasattr("", name):
             return None
         bases = [getattr(b, "id", "") for c in module.classes for b in c.bases]
@@ -404,6 +418,7 @@ class Finder:
         self.sinks |= {("", name): Sink.plain(name, "text", "fix") for name in self.exceptions}
         self.sinks["", "ConfigError"] = Sink.plain("ConfigError", "key", "value", "rule", "fix", text="rule")
         self.sinks |= {("", name): Sink.plain("notice", "text") for name in NOTICES}
+        self.sinks |= {place: Sink.plain(kind, "text") for place, kind in WRITERS.items()}
         self.uses: dict[str, list[tuple[Module, ast.Call]]] = {}
         for module in self.modules:
             for call in module.calls:
@@ -420,6 +435,8 @@ class Finder:
                 return Sink.plain("DataError", "path", "line", "text")
             case ast.Attribute(value=ast.Name(id=name) | ast.Attribute(attr=name), attr="append") if name in LISTS:
                 return Sink.plain("notice", "text")
+            case ast.Attribute(value=ast.Name(id=name) | ast.Attribute(attr=name), attr="say") if "console" in name:
+                return Sink.plain("progress", "text")
             case ast.Name(id="OSError") if len(call.args) > 1:
                 return Sink.plain("OSError", "errno", "text")
         home = self.reader.home(module, called(call))
@@ -444,6 +461,8 @@ class Finder:
         """Make a sink of the function around a call where its parameters say what the message says."""
         scope = module.scope(call)
         if scope is None or (module.name, scope.name) in self.sinks or sink.module is not None:
+            return
+        if sink.kind in ("said", "progress"):
             return
         given = given_to(call, sink)
         parts = {part: given[e.id] for part, e in sink.parts.items() if isinstance(e, ast.Name) and e.id in given}
@@ -487,7 +506,14 @@ class Finder:
             for name, function in module.functions.items():
                 if name.endswith("notices"):
                     found |= {Message(module.name, "notice", "", t) for t in self.reader.listed(module, function)}
-        return sorted(found)
+        return sorted(filter(None, map(_noticed, found)))
+
+
+def _noticed(message: Message) -> Message | None:
+    """A line that calls itself a notice is one; other lines of progress are no messages."""
+    if message.kind in ("progress", "said") and message.text.startswith(NOTICE):
+        return replace(message, kind="notice", text=message.text.removeprefix(NOTICE))
+    return None if message.kind == "progress" else message
 
 
 def _joined(part: str, texts: Texts) -> str:

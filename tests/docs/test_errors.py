@@ -57,12 +57,25 @@ def data(faults, path, notices):
 """
 
 
+WRITTEN = """
+from hybrid5d.cli.options import refuse
+
+def verb(out, console):
+    refuse(f"--out {out}: is planted. Fix: leave it")
+    console.say("a line of progress")
+    console.say(f"notice: planted after step {out.step}")
+"""
+
+
 def test_the_page_holds_what_the_sources_say() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run make errors-doc"
 
 
 def test_messages_are_found_however_they_are_made(tmp_path: Path) -> None:
     (tmp_path / "planted.py").write_text(PLANTED)
+    (tmp_path / "cli").mkdir()
+    (tmp_path / "cli" / "options.py").write_text("def refuse(line: str) -> None: ...")
+    (tmp_path / "cli" / "verb.py").write_text(WRITTEN)
     found = {(m.kind, m.key, m.text, m.fix) for m in messages(tmp_path)}
     assert found == {
         ("ConfigError", "planted.key", "needs {count} of a width", "use more / use less"),
@@ -74,6 +87,8 @@ def test_messages_are_found_however_they_are_made(tmp_path: Path) -> None:
         ("ConfigError", "planted.pairs", "{name} does not belong", "drop {name}"),
         ("DataError", "", "a planted fault of a line", ""),
         ("notice", "", "a planted notice", ""),
+        ("notice", "", "planted after step {step}", ""),
+        ("refused", "", "--out {out}: is planted. Fix: leave it", ""),
         ("Odd", "", "{path}: a planted class of error", ""),
     }
 
