@@ -62,7 +62,10 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(x, id=str(x), marks=[pytest.mark.full] if i in (1, 3, 4) else []) for i, x in enumerate(LAYOUTS)],
+)
 def test_what_is_written_later_is_the_state_of_its_step(
     layout: Layout, folders: dict[str, Path], tmp_path: Path
 ) -> None:

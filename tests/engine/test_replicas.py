@@ -105,7 +105,10 @@ CASES: list[tuple[Layout, list[tuple[Plant, tuple[str, ...]]]]] = [
 ]
 
 
-@pytest.mark.parametrize("layout,plants", CASES, ids=[str(c[0]) for c in CASES])
+@pytest.mark.parametrize(
+    "layout,plants",
+    [pytest.param(*c, id=str(c[0]), marks=[pytest.mark.full] if c[0].zero > 1 else []) for c in CASES],
+)
 def test_a_change_on_one_rank_is_named_and_clean_steps_are_quiet(
     layout: Layout, plants: list[tuple[Plant, tuple[str, ...]]], folders: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -38,12 +38,9 @@ def finite(x: Tensor) -> bool:
 
 
 def _gradients(optimizer: Any) -> list[Tensor]:
-    """This rank's reduced gradients as DeepSpeed's optimizer is about to take the norm of."""
+    """This rank's reduced gradients, which DeepSpeed takes the norm of. None is offloaded (plan/rules.py)."""
     if isinstance(optimizer, BF16_Optimizer):
         return list(optimizer.fp32_groups_gradients_flat)
-    flats = getattr(optimizer, "fp32_partitioned_groups_flat", None) or optimizer.single_partition_of_fp32_groups
-    if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
-        return [flat.grad for flat in flats if flat.grad is not None]
     return [g for group in optimizer.averaged_gradients.values() for g in group or () if g is not None]
 
 
