@@ -17,10 +17,12 @@ from hybrid5d.config.schema import RunConfig
 from hybrid5d.errors import CheckpointError, ConfigErrors, DataError
 from hybrid5d.plan.run import build_plan
 from hybrid5d.rl.rollouts import Rollout, RolloutFiles
+from tests.engine.test_fp16 import allow_fp16
 from tests.engine_kit import Layout, compare, config_dict
 from tests.harness import RankFailure, run_ranks
 from tests.kit import MODELS, Recipe, Trace, hf_model
-from tests.rl.test_step import rollouts
+from tests.layouts import SCHEDULES
+from tests.rl.test_step import FIVE, engine_of, rollouts
 
 ALGORITHM: dict[str, Any] = {
     "adv_type": "gae", "group_size": 1, "n_minibatches": 2, "gamma": 0.9, "gae_lambda": 0.8,
@@ -42,23 +44,23 @@ def headed(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
-def tree(actor: Layout, critic: Layout, folder: Path, head: Path) -> dict[str, Any]:
+def tree(actor: Layout, critic: Layout, folder: Path, head: Path, **algorithm: Any) -> dict[str, Any]:
     made = config_dict(actor, RECIPE, str(folder), 8)
     made["runner"] |= {"task_type": "reasoning"}
     made["data"] |= {"type": "rollouts", "rollout_batch_size": 8}
-    made["algorithm"] = {**ALGORITHM, "training_batch_size_per_gpu": 1}
+    made["algorithm"] = {**ALGORITHM, "training_batch_size_per_gpu": 1, **algorithm}
     theirs = config_dict(critic, CRITIC, str(head), 8)["actor"]
     kept = {name: theirs[name] for name in ("model", "optim", "lr_sched", "deepspeed") if name in theirs}
     return {**made, "critic": {"use_critic_model": True, **kept}}
 
 
 def _rank(rank: int, config: dict[str, Any], world: int) -> tuple[RankRun, RankRun]:
-    from hybrid5d.engine.build import initialize
     from hybrid5d.engine.deepspeed.observe import before_first_update, full_gradient, full_weight
     from hybrid5d.rl.step import PolicyUpdate
 
-    actor = initialize(build_plan(RunConfig.model_validate(config), world, "translate"))
-    assert actor.critic is not None
+    if config["critic"]["model"]["precision"] == "fp16":
+        allow_fp16()
+    actor = engine_of(config, world)
     engines, found = (actor, actor.critic), ([], [])  # type: ignore[var-annotated]
     for engine, grads in zip(engines, found):
 
@@ -70,8 +72,8 @@ def _rank(rank: int, config: dict[str, Any], world: int) -> tuple[RankRun, RankR
     results = [r for step in range(2) for r in update.run(rollouts(step), step)]
     runs = []
     for engine, grads in zip(engines, found):
-        zero = engine.plan.zero_stage
-        runs.append(RankRun(results, grads, shards(engine.module, lambda p, z=zero: full_weight(p, "fp32", z))))
+        kept = (engine.plan.precision.dtype, engine.plan.zero_stage)
+        runs.append(RankRun(results, grads, shards(engine.module, lambda p, kept=kept: full_weight(p, *kept))))
     return runs[0], runs[1]
 
 
@@ -91,10 +93,11 @@ def gae(reward: float, values: list[float], gamma: float, lam: float) -> list[fl
     return [sum((gamma * lam) ** (k - t) * errors[k] for k in range(t, last + 1)) for t in range(last + 1)]
 
 
-def plain(head: Path) -> Plain:
-    a, temperature = ALGORITHM, ALGORITHM["sampling_params"]["temperature"]
-    model, value = hf_model(MODELS["llama"]), hf_model(MODELS["llama"])
-    weight = torch.nn.Parameter(load_file(head / "model.safetensors")["score.weight"])
+def plain(head: Path, dtype: torch.dtype = torch.float32, **algorithm: Any) -> Plain:
+    """`dtype`: of the critic."""
+    a, temperature = {**ALGORITHM, **algorithm}, ALGORITHM["sampling_params"]["temperature"]
+    model, value = hf_model(MODELS["llama"]), hf_model(MODELS["llama"]).to(dtype)
+    weight = torch.nn.Parameter(load_file(head / "model.safetensors")["score.weight"].to(dtype))
     body = {f"model.{n}": p for n, p in value.model.named_parameters()} | {"score.weight": weight}
     steps = [torch.optim.SGD(model.parameters(), lr=RECIPE.lr), torch.optim.SGD(body.values(), lr=CRITIC.lr)]
     found = Plain(Trace(), Trace(), [])
@@ -107,7 +110,8 @@ def plain(head: Path) -> Plain:
     def values(row: Rollout) -> torch.Tensor:
         """R13: of response token t at position len(prompt) - 1 + t."""
         ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids]))
-        return (value.model(ids[None]).last_hidden_state[0] @ weight[0])[len(row.prompt_ids) - 1 : -1]
+        hidden = value.model(ids[None]).last_hidden_state[0].float()
+        return (hidden @ weight[0].float())[len(row.prompt_ids) - 1 : -1]
 
     for step in range(2):
         rows = rollouts(step)
@@ -122,7 +126,7 @@ def plain(head: Path) -> Plain:
         goals = [x + v for x, v in zip(raw, before)]
         every = torch.cat(raw)
         gains = [(x - every.mean()) / (every.std(correction=0) + 1e-5) for x in raw]
-        for part in (range(4), range(4, 8)):
+        for part in np.array_split(np.arange(8), a["n_minibatches"]):
             policy, errors, bound = [], [], []
             for i in part:
                 ratio = (logprobs(rows[i])[own[i]] - old[i]).exp()
@@ -144,21 +148,26 @@ def plain(head: Path) -> Plain:
                 optimizer.zero_grad()
                 loss.backward()
                 if not trace.grads:
-                    trace.grads = {n: p.grad.numpy().copy() for n, p in params.items()}  # type: ignore[union-attr]
+                    trace.grads = {n: p.grad.float().numpy().copy() for n, p in params.items()}  # type: ignore[union-attr]
                 trace.losses.append(loss.item())
                 trace.norms.append(float(torch.nn.utils.clip_grad_norm_(params.values(), float("inf"))))
                 optimizer.step()
     found.actor.weights = {n: p.detach().numpy() for n, p in model.named_parameters()}
-    found.critic.weights = {n: p.detach().numpy() for n, p in body.items()}
+    found.critic.weights = {n: p.detach().float().numpy() for n, p in body.items()}
     return found
 
 
 TP, PP, CP, DP = Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2), Layout(dp=2)
 BESIDE = [  # the actor's layout, the critic's
     (Layout(), Layout()), (DP, TP), (TP, DP), (CP, PP), (PP, CP), (Layout(pp=2, dp=2), Layout(tp=4)),
+    (CP, Layout(pp=2, model=SCHEDULES["zbv"])),
 ]  # fmt: skip
 MANY = [
-    (Layout(tp=2, pp=2, cp=2, dp=2, sp=True), Layout(tp=4, pp=2, cp=2, sp=True)),
+    (Layout(**FIVE), Layout(tp=4, pp=2, cp=2, sp=True)),
+    (Layout(tp=4, pp=2, cp=2, sp=True), Layout(**FIVE)),
+    (Layout(pp=2, model=SCHEDULES["interleaved"]), TP),
+    (TP, Layout(pp=2, model=SCHEDULES["interleaved"])),
+    (DP, Layout(cp=2, model={"cp_comm_type": "a2a"})),
     (Layout(tp=2, pp=4), Layout(tp=2, pp=2, cp=2, sp=True)),
     (Layout(tp=2, dp=4), Layout(tp=2, pp=2, dp=2, sp=True)),
     (PP, Layout(tp=2)),
@@ -186,15 +195,39 @@ def test_two_engines_are_the_plain_loop(actor: Layout, critic: Layout, folders: 
     assert [r.step for r in results] == [1, 2, 3, 4]
 
 
+def _off(got: Trace, want: Trace) -> tuple[float, float, float]:
+    """How far the first step is: loss, norm, all gradients as one vector; the last two relative."""
+    apart = sum(float(np.square(got.grads[n] - want.grads[n]).sum()) for n in want.grads) ** 0.5
+    whole = sum(float(np.square(g).sum()) for g in want.grads.values()) ** 0.5
+    norm = abs(got.norms[0] - want.norms[0]) / want.norms[0]
+    return abs(got.losses[0] - want.losses[0]), norm, apart / whole
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_a_critic_in_16_bits_is_as_near_as_16_bits_are(
+    precision: str, dtype: torch.dtype, folders: dict[str, Path], headed: Path
+) -> None:
+    """Beside an actor in fp32: no further from fp32's plain loop than twice what the HF model in 16 bits is itself."""
+    algorithm = {"n_minibatches": 1, "value_cliprange": 5.0}  # no clip acts: rounding would move tokens across it
+    want, same = plain(headed, **algorithm).critic, plain(headed, dtype, **algorithm).critic
+    config = tree(DP, Layout(tp=2, sp=True, precision=precision), folders["llama"], headed, **algorithm)
+    scale = 256.0 if precision == "fp16" else 1.0
+    config["critic"]["optim"]["initial_loss_scale"] = 256.0
+    ranks = run_ranks(2, _rank, config, 2, timeout=240)
+    results, theirs = ranks[0][0].results, joined([c for _, c in ranks])
+    theirs.losses, theirs.norms = ([r.metrics[n] for r in results] for n in ("critic_loss", "critic_grad_norm"))
+    theirs.grads = {name: g / scale for name, g in theirs.grads.items()}  # looked at before they are unscaled
+    for ours, noise, least in zip(_off(theirs, want), _off(same, want), (1e-3, 5e-3, 5e-3), strict=True):
+        assert ours <= 2 * noise + least, (_off(theirs, want), _off(same, want))
+    if precision == "fp16":
+        assert [(r.metrics["critic_loss_scale"], r.metrics["critic_skipped"]) for r in results] == [(scale, 0)] * 2
+
+
 # --- starts -----------------------------------------------------------------------------------------------------------
 
 
 def _start(rank: int, config: dict[str, Any], world: int) -> Any:
-    from hybrid5d.engine.build import initialize
-
-    engine = initialize(build_plan(RunConfig.model_validate(config), world, "translate")).critic
-    assert engine is not None
-    return shards(engine.module, lambda p: p)
+    return shards(engine_of(config, world).critic.module, lambda p: p)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
@@ -214,6 +247,12 @@ def test_a_folder_without_a_head_gives_a_fresh_one(name: str, folders: dict[str,
     heads = [w["score.weight"] for w in found.values()]
     assert heads[0].shape == (1, 32) and np.abs(heads[0]).max() <= 32**-0.5 and heads[0].std() > 0.3 * 32**-0.5
     assert all(np.array_equal(heads[0], other) for other in heads[1:])
+    if name == "llama":
+        config = tree(Layout(), Layout(), folders[name], folders[name])
+        for seed in (RunConfig().actor.seed, 5):  # null is the first
+            config["critic"]["seed"] = seed
+            head = assemble(run_ranks(1, _start, config, 1))[0]["score.weight"]
+            assert np.array_equal(head, heads[0]) is (seed == RunConfig().actor.seed)
 
 
 def refusal(config: dict[str, Any], world: int) -> list[tuple[str, str]]:
