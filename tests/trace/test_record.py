@@ -186,7 +186,7 @@ def test_each_operation_once_with_its_first_wait(backend: str) -> None:
         posts = [c[2] for c in calls]
         assert all(end == begin + 1 for begin, end in posts)  # nothing inside is counted again
         begin, end = calls[1][3]
-        assert posts[1][1] < begin == end - 1 < posts[2][0]
+        assert (begin, end) == (posts[1][1] + 1, posts[1][1] + 2)  # the second wait is none
 
 
 class _Batch:
@@ -198,6 +198,19 @@ class _Batch:
         return self
 
     def wait(self) -> None: ...
+    def allreduce(self, tensors: list[torch.Tensor]) -> None:
+        self.broadcast(tensors)
+
+    def broadcast(self, tensors: list[torch.Tensor]) -> None: ...
+
+
+def test_an_operation_made_of_another_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybrid5d.parallel.watch._CLASSES", (_Batch,))
+    calls: list[Call] = []
+    with watched(calls, lambda: 0):
+        _Batch().allreduce([torch.ones(3)])
+        _Batch().broadcast([torch.ones(2)])
+    assert [(c.op, c.bytes) for c in calls] == [("all_reduce", 12), ("broadcast", 8)]
 
 
 def test_messages_sent_as_one_are_waited_for_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
