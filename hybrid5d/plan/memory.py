@@ -280,8 +280,11 @@ def stage_memory(job: Job, rank: int, hardware: Hardware) -> StageMemory:
     reduction = extra.get("reduce bucket", 0) + extra.get("gradients of a bucket", 0)
     resting = st.weights + st.gradients + st.master + st.moments + extra["batch"]
     work = max(micro.working_set + (backward_bytes(job) if job.rank_layers(rank) else 0), logits)
-    # gradients are reduced as activations go (ZeRO 2, 3) or after the last backward pass (ZeRO 1)
+    # Gradients are reduced after the last backward pass (ZeRO 1) or as activations go; in fp32 with ZeRO 3 all of these
+    # live still (measured).
     gone = micro.kept * min(1.0, job.bucket("reduce_bucket_size") / p) if job.zero > 1 else act
+    if job.zero == 3 and job.precision == "fp32":
+        gone = 0
     step = resting + max(act + work + extra.get("gathered parameters", 0), round(act - gone) + reduction)
     update = norm_bytes(job) if job.moments == 2 and not job.offload else st.master  # fused AdamW makes no temporaries
     peaks = {

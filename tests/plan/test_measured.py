@@ -99,12 +99,13 @@ def test_peak_of_allocated_tensors_within_7_percent(layout: Layout, tmp_path: Pa
         assert planned == pytest.approx(real, rel=0.07)
 
 
+@pytest.mark.parametrize("length", [SHORT, pytest.param(LENGTH, marks=pytest.mark.full)])
 @pytest.mark.parametrize("layout", cases(STATES[:1], STATES[1:]), ids=str)
-def test_peak_where_weights_are_most_of_it_within_4_percent(layout: Layout, tmp_path: Path) -> None:
+def test_peak_where_weights_are_most_of_it_within_4_percent(layout: Layout, length: int, tmp_path: Path) -> None:
     rows, folder = 4 * layout.dp, str(save_model(WIDE, tmp_path / "model"))
-    measured = run_ranks(layout.world, _allocate, layout, folder, rows, SHORT, timeout=240)
+    measured = run_ranks(layout.world, _allocate, layout, folder, rows, length, timeout=240)
     for stage in range(layout.pp):
-        planned = stage_memory(priced(layout, folder, rows, SHORT), stage, load_hardware("cpu")).allocated
+        planned = stage_memory(priced(layout, folder, rows, length), stage, load_hardware("cpu")).allocated
         real = measured[stage * layout.world // layout.pp]
         print(f"{layout} stage {stage}: planned {planned:,}, measured {real:,}, ratio {planned / real:.3f}")
         assert planned == pytest.approx(real, rel=0.04)
