@@ -340,11 +340,22 @@ def main() -> int:
         save_model(folder, QUICK if args.quick else MODEL)
         for axis in args.axes:
             for transport in args.peers_on if AXES[axis].peers else args.peers_on[:1]:
+                load = os.getloadavg()[0]
                 sides = compare(folder, AXES[axis], transport, rounds, shape)
                 show(axis, transport, sides)
                 wrong += [name for name in AXES[axis].ours if "error" in sides[name]]
                 if args.json:
-                    keep(args.json, shape, {"axis": axis, "peers_on": transport, "rounds": rounds, "sides": sides})
+                    keep(
+                        args.json,
+                        shape,
+                        {
+                            "axis": axis,
+                            "peers_on": transport,
+                            "rounds": rounds,
+                            "load": [load, os.getloadavg()[0]],
+                            "sides": sides,
+                        },
+                    )
     return 1 if wrong else 0
 
 

@@ -84,7 +84,8 @@ def tables(results: dict[str, Any]) -> str:
         lines += [
             "",
             f"{TITLES[run['axis']]}, {shape['rows']} rows of {shape['length']} tokens, peers on {run['peers_on']}, "
-            f"{run['rounds']} rounds, {machine['cores']} cores ({versions}):",
+            f"{run['rounds']} rounds, {machine['cores']} cores, load average {run['load'][0]:.1f} before and "
+            f"{run['load'][1]:.1f} after ({versions}):",
             "",
             "| side | transport | throughput | range | CPU-seconds | range | MB | page faults |",
             "|---|---|--:|--:|--:|--:|--:|--:|",

@@ -156,7 +156,15 @@ def test_the_page_is_made_of_the_results(tmp_path):
     }
     machine = {"cores": 2, "torch": "2"}
     shape = {"rows": 8, "length": 512}
-    run = {"axis": "dp", "peers_on": "gloo", "rounds": 3, "shape": shape, "machine": machine, "sides": sides}
+    run = {
+        "axis": "dp",
+        "peers_on": "gloo",
+        "rounds": 3,
+        "load": [0.5, 2.1],
+        "shape": shape,
+        "machine": machine,
+        "sides": sides,
+    }
     page = tmp_path / "page.md"
     page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
     report.write({"runs": [run, {**run, "peers_on": "shm"}]}, page)
