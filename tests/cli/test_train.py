@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from unittest import mock
 
@@ -52,3 +53,30 @@ def test_it_refuses_what_a_start_refuses(tmp_path: Path) -> None:
 def test_a_dry_run_has_nothing_to_restart(tmp_path: Path) -> None:
     done = hybrid5d("train", tmp_path / "run.yaml", "--dry-run", "--restarts", "2")
     assert done.returncode == 2 and "--dry-run --restarts: a dry run starts nothing" in done.stderr
+
+
+def test_rl_settings_that_cannot_be_are_a_line_each_before_anything_starts(tmp_path: Path) -> None:
+    rows = [{"prompt_ids": [1], "response_ids": [2, 3], "reward": float(i), "group": 0} for i in range(2)]
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = write_run(tmp_path)
+    rl = ["runner.task_type=reasoning", "data.type=rollouts", "data.rollout_batch_size=1", "--num-procs", "1",
+          f"data.train_data_paths=[{tmp_path}/rollouts.jsonl]", "runner.val_check_interval=-1"]  # fmt: skip
+    a = "algorithm."
+    cases = [
+        ([f"{a}adv_type=ppo", f"{a}loss_type=dpo", f"{a}clip_ratio_c=1.0"], ["adv_type", "loss_type", "clip_ratio_c"]),
+        ([f"{a}adv_type=grpo", f"{a}group_size=1"], ["group_size"]),
+        ([f"{a}group_size=2", f"{a}importance_sampling_fix=true"], ["importance_sampling_clip"]),
+        ([f"{a}group_size=2", f"{a}importance_sampling_fix=true", f"{a}importance_sampling_clip=2"],
+         ["no rollout_logprobs, which algorithm.importance_sampling_fix"] * 2),
+        ([f"{a}group_size=2", f"{a}recompute_logprobs=false"],
+         ["no rollout_logprobs, which algorithm.recompute_logprobs"] * 2),
+    ]  # fmt: skip
+    with mock.patch.object(start, "_run", side_effect=AssertionError("a launcher was started")):
+        for words, wanted in cases:
+            done = hybrid5d("train", run, *rl, *words, "--dry-run")
+            assert done.returncode == 2, (words, done.stdout, done.stderr)
+            lines = [line for line in done.stderr.splitlines() if "algorithm." in line]
+            assert len(lines) == len(wanted), done.stderr
+            assert all(any(word in line for line in lines) for word in wanted), done.stderr
+            if "rollout_logprobs" in wanted[0]:
+                assert [f"rollouts.jsonl:{n}" in line for n, line in enumerate(lines, 1)] == [True, True]

@@ -172,6 +172,7 @@ def test_one_bos_whoever_writes_it(tmp_path: Path, model: Path) -> None:
 
 
 def test_prompts_are_left_out_or_refused_never_cut(tmp_path: Path, model: Path) -> None:
+    """R17: counted in one notice, or with file and line."""
     rows = [{"prompt": "1" * n} for n in (3, 7, 8, 5, 6, 20, 2)]  # and a bos each: 8 tokens at most
     found = files(tmp_path, model, rows)
     assert [len(p.ids) for p in found.prompts] == [4, 8, 6, 7, 3] and all(p.ids[0] == 256 for p in found.prompts)

@@ -94,6 +94,7 @@ def rows(lengths: list[int]) -> list[list[int]]:
     [("token-mean", -0.291667), ("seq-mean-token-sum", -0.875), ("seq-mean-token-mean", -0.6875)],
 )
 def test_uneven_rows_have_one_denominator(how: str, right: float) -> None:
+    """R01: the tokens or rows of all, whatever they were cut into."""
     mask = rows([1, 5, 2, 4])
     advantages = [[a] * 5 for a in (1.0, -0.5, 2.0, 0.25)]
     loss, grad = plain([[-1.0] * 5] * 4, advantages, mask, how)
@@ -106,6 +107,7 @@ def test_uneven_rows_have_one_denominator(how: str, right: float) -> None:
     ("how", "right"), [("token-mean", 0.5), ("seq-mean-token-sum", 0.5), ("seq-mean-token-mean", 0.25)]
 )
 def test_a_row_without_a_token_counts_and_adds_nothing(how: str, right: float) -> None:
+    """R02: for each kind of mean."""
     loss, grad = plain([[-1.0] * 3] * 2, [[-0.5] * 3, [-2.0] * 3], [[1, 1, 0], [0, 0, 0]], how)
     assert loss == pytest.approx(right, abs=1e-12)
     assert not grad[1].any()
@@ -119,11 +121,13 @@ def grpo(rewards: list[float], size: int, **keys: Any) -> Tensor:
 
 
 def test_groups_are_compared_with_the_unbiased_deviation() -> None:
+    """R03: of four."""
     close(grpo([0, 0, 0, 1], 4), [-0.499999, -0.499999, -0.499999, 1.499997], atol=1e-6)
 
 
 @pytest.mark.parametrize("value", [0.95, 0.2, 0.0, 1.0, 1 / 3])
 def test_a_group_of_equal_rewards_teaches_exactly_nothing(value: float) -> None:
+    """R03: rewards that float32 cannot hold, too."""
     assert grpo([value] * 8, 8).tolist() == [0.0] * 8
     for size in (3, 6, 7, 10):  # the mean of equal doubles need not be the double
         got, _ = compute_advantages({}, double([value] * size), torch.ones(size, 1), group_size=size)
@@ -131,6 +135,7 @@ def test_a_group_of_equal_rewards_teaches_exactly_nothing(value: float) -> None:
 
 
 def test_groups_of_trajectories_and_of_turns() -> None:
+    """R03: three rows and one."""
     rewards, ids, mask = tensor([1, 1, 1, 0]), torch.tensor([4, 4, 4, 9]), torch.ones(4, 1)
     for mode, right in (("trajectory", [0.707106] * 3 + [-0.707106]), ("turn", [0.499999] * 3 + [-1.499997])):
         algorithm = {"adv_type": "grpo_dynamic", "advantage_mode": mode}
@@ -147,6 +152,7 @@ def test_groups_of_trajectories_and_of_turns() -> None:
     ],
 )  # fmt: skip
 def test_kl_estimates_and_their_slopes(logprob: float, ref: float, kind: str, value: float, slope: float) -> None:
+    """R04: also where a bound acts."""
     x = double(logprob).requires_grad_()
     kl = kl_penalty(x, double(ref), kind)
     kl.backward()
@@ -154,6 +160,7 @@ def test_kl_estimates_and_their_slopes(logprob: float, ref: float, kind: str, va
 
 
 def test_a_far_reference_gives_no_nan_in_float32() -> None:
+    """R04: 200 apart."""
     x = tensor(-200.0).requires_grad_()
     kl = kl_penalty(x, tensor(-1.0), "k3")
     kl.backward()
@@ -161,6 +168,7 @@ def test_a_far_reference_gives_no_nan_in_float32() -> None:
 
 
 def test_the_kl_penalty_pulls_towards_the_reference() -> None:
+    """R04: its sign."""
     now = double([[-2.0]]).requires_grad_()
     keys = {"kl_beta": 0.5, "kl_penalty_type": "k2"}
     loss, metrics = policy_loss(keys, now, now, double([[0.0]]), double([[1]]), ref_logprobs=double([[-1.2]]))
@@ -170,6 +178,7 @@ def test_the_kl_penalty_pulls_towards_the_reference() -> None:
 
 
 def test_a_masked_overflow_reaches_no_gradient() -> None:
+    """R05: exp(200) under the mask."""
     now = tensor([[-1.0, -2.0, 0.0]]).requires_grad_()
     old, mask = tensor([[-1.1, -2.0, -200.0]]), tensor([[1, 1, 0]])
     loss, _ = policy_loss({}, now, old, tensor([[1.0, 1.0, 0.0]]), mask)
@@ -179,6 +188,7 @@ def test_a_masked_overflow_reaches_no_gradient() -> None:
 
 
 def test_dual_clip_and_clip_fraction() -> None:
+    """R06: each sign, each side."""
     advantages, ratios = double([[-1, 1, 1, -1, -1]]), double([[5, 5, 0.1, 0.1, 2]])
     now = ratios.log().requires_grad_()
     keys = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0}
@@ -189,6 +199,7 @@ def test_dual_clip_and_clip_fraction() -> None:
 
 
 def test_gae_steps_over_tool_tokens() -> None:
+    """R09: two rows."""
     mask = double([[1, 1, 0, 0, 1], [1, 1, 1, 0, 0]]).bool()
     values = double([[0.5, 0.4, 0.9, 0.9, 0.6], [0.2, 0.3, 0.1, 0, 0]])
     algorithm = {"adv_type": "gae", "gamma": 0.9, "gae_lambda": 0.8}
@@ -198,6 +209,7 @@ def test_gae_steps_over_tool_tokens() -> None:
 
 
 def test_reinpp_with_kl_in_the_reward() -> None:
+    """R10: the KL under the mask is large."""
     mask = double([[1, 1, 0, 1], [1, 1, 0, 0]])
     kl = double([[0.2, 0.1, 3, 0.4], [0.3, -0.1, 7, 7]])
     algorithm = {"adv_type": "reinpp", "reinpp_kl_beta": 0.1, "kl_penalty_type": "k1"}
@@ -208,6 +220,7 @@ def test_reinpp_with_kl_in_the_reward() -> None:
 
 
 def test_whitening_is_over_the_tokens_of_the_whole_step() -> None:
+    """R11: by both keys."""
     mask = double(rows([3, 1, 2, 2]))
     right = double([-0.237915, -0.872357, -0.872357, 1.665408])
     got, _ = compute_advantages({"adv_type": "reinpp"}, double([1, 0, 0, 4]), mask, group_size=1)
@@ -219,6 +232,7 @@ def test_whitening_is_over_the_tokens_of_the_whole_step() -> None:
 
 
 def test_rollout_weights_are_constants_and_logged_before_their_clip() -> None:
+    """R12: four tokens."""
     old, rollout = double([[-1, -1, -0.5, -2]]), double([[-1.5, -3, -0.2, -2]])
     now = old.clone().requires_grad_()
     keys = {"importance_sampling_fix": True, "importance_sampling_clip": 2.0}
@@ -230,6 +244,7 @@ def test_rollout_weights_are_constants_and_logged_before_their_clip() -> None:
 
 
 def test_the_critics_clip_takes_the_larger_error() -> None:
+    """R13: half the square."""
     now = double([[2, 2, 1.1, 0.5]]).requires_grad_()
     returns, old = double([[0.5, 3, 1.3, 0.9]]), double([[1, 1, 1, 0.8]])
     loss, _ = value_loss(now, returns, old, torch.ones(1, 4), value_cliprange=0.2)
@@ -239,6 +254,7 @@ def test_the_critics_clip_takes_the_larger_error() -> None:
 
 
 def test_early_stop_asks_once_and_zeroes_the_gradient() -> None:
+    """R14: also where the loss is infinite."""
     ratios = double([[1, 1, 1, 1, 12, 12]])
     for limit, stops in ((5.0, False), (4.0, True)):
         now = ratios.log().requires_grad_()

@@ -56,6 +56,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("change", "words"), BAD)
 def test_broken_rows_are_refused_with_their_line(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    """R16: each fault by itself."""
     rows = grouped([0, 0])
     rows[1] |= change
     with pytest.raises(DataError, match=rf"rows\.jsonl:2: .*{words}"):
@@ -63,6 +64,7 @@ def test_broken_rows_are_refused_with_their_line(tmp_path: Path, change: dict[st
 
 
 def test_under_the_mask_anything_goes(tmp_path: Path) -> None:
+    """R16: null stands there."""
     rows = grouped([0, 0], response_mask=[1, 0, 1], rollout_logprobs=[-1.0, None, -2.0])
     row = read(tmp_path, rows).step(0)[0]
     assert row.logprobs is not None and row.logprobs.tolist() == [-1.0, 0.0, -2.0]
@@ -79,6 +81,7 @@ def test_log_probs_of_the_rollout_where_they_are_needed(tmp_path: Path, key: str
 
 
 def test_groups_are_runs_of_adjacent_rows(tmp_path: Path) -> None:
+    """R16: ids come back in a second epoch; an id may be text."""
     files = read(tmp_path, grouped([0, 0, "a", "a", 0, 0]))
     assert files.steps_per_epoch == 3 and [r.group for k in range(4) for r in files.step(k)] == [0, 0, 1, 1, 2, 2, 0, 0]
     for ids, size in (([0, 1, 0, 1], 2), ([0] * 8, 4)):

@@ -67,7 +67,7 @@ def _given(rank: int, world: int, logits: list[float], token: int, temperature: 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_worked_numbers_through_a_cut_vocabulary(world: int) -> None:
-    """Logits by hand; three ranks leave the last one with padding alone."""
+    """R08: logits by hand; three ranks leave the last one with padding alone."""
     for got in run_ranks(world, _given, world, [2.0, 0.0, -1.0, 1.0], 3, 1.0):
         assert got["entropy"][0] == pytest.approx(0.947537, abs=2e-6)
         assert got["entropy"][1] == pytest.approx([-0.326688, 0.130076, 0.079911, 0.116701], abs=2e-6)
@@ -78,6 +78,7 @@ def test_worked_numbers_through_a_cut_vocabulary(world: int) -> None:
     "temperature,logp,entropy", [(1.0, -1.440190, 0.947537), (0.5, -2.145078, 0.455429), (0.7, -1.699245, 0.702028)]
 )
 def test_one_temperature_for_logprob_and_entropy(temperature: float, logp: float, entropy: float) -> None:
+    """R07: at 1, 0.5 and 0.7."""
     for got in run_ranks(2, _given, 2, [2.0, 1.0, 0.0, -1.0], 1, temperature):
         assert got["logp"][0] == pytest.approx(logp, abs=2e-6)
         assert got["entropy"][0] == pytest.approx(entropy, abs=2e-6)
