@@ -20,13 +20,13 @@ def visible_devices(environ: Mapping[str, str]) -> tuple[str, ...] | None:
     """Entries of CUDA_VISIBLE_DEVICES that CUDA takes: those before the first invalid one. None: it is not set."""
     if VISIBLE not in environ:
         return None
-    found: list[str] = []
+    result: list[str] = []
     for entry in environ[VISIBLE].split(","):
         word = entry.strip()
         if not (word.isdigit() or word.startswith(("GPU-", "MIG-"))):
             break
-        found.append(word)
-    return tuple(found)
+        result.append(word)
+    return tuple(result)
 
 
 def wants_cpu(environ: Mapping[str, str]) -> bool:
@@ -77,32 +77,32 @@ def scheduler_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """
     kind = started_by(environ)
     if kind == "srun":
-        found = _slurm(environ)
+        result = _slurm(environ)
     elif kind == "mpirun":
         names = {"RANK": "RANK", "WORLD_SIZE": "SIZE", "LOCAL_RANK": "LOCAL_RANK", "LOCAL_WORLD_SIZE": "LOCAL_SIZE"}
-        found = {name: environ[_MPI + theirs] for name, theirs in names.items() if _MPI + theirs in environ}
-        if found.get("LOCAL_WORLD_SIZE") == found.get("WORLD_SIZE"):  # one node
-            found["MASTER_ADDR"] = "127.0.0.1"
-        found["MASTER_PORT"] = "29500"  # torch's own choice where nobody names one
+        result = {name: environ[_MPI + theirs] for name, theirs in names.items() if _MPI + theirs in environ}
+        if result.get("LOCAL_WORLD_SIZE") == result.get("WORLD_SIZE"):  # one node
+            result["MASTER_ADDR"] = "127.0.0.1"
+        result["MASTER_PORT"] = "29500"  # torch's own choice where nobody names one
     else:
         return {}
-    return {name: value for name, value in found.items() if name not in environ}
+    return {name: value for name, value in result.items() if name not in environ}
 
 
 def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
-    found = {"RANK": environ["SLURM_PROCID"], "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"]}
+    result = {"RANK": environ["SLURM_PROCID"], "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"]}
     if "SLURM_LOCALID" in environ:
-        found["LOCAL_RANK"] = environ["SLURM_LOCALID"]
+        result["LOCAL_RANK"] = environ["SLURM_LOCALID"]
     counts = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = environ.get("SLURM_NODEID", "0")
     if node.isdigit() and int(node) < len(counts):
-        found["LOCAL_WORLD_SIZE"] = str(counts[int(node)])
+        result["LOCAL_WORLD_SIZE"] = str(counts[int(node)])
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
     if nodes:
-        found["MASTER_ADDR"] = first_node(nodes)
+        result["MASTER_ADDR"] = first_node(nodes)
     job = f"{environ.get('SLURM_JOB_ID', '0')}{environ.get('SLURM_STEP_ID', '')}"
-    found["MASTER_PORT"] = str(_FIRST_PORT + int(re.sub(r"\D", "", job) or 0) % _PORTS)
-    return found
+    result["MASTER_PORT"] = str(_FIRST_PORT + int(re.sub(r"\D", "", job) or 0) % _PORTS)
+    return result
 
 
 def first_node(nodes: str) -> str:
@@ -118,10 +118,10 @@ def first_node(nodes: str) -> str:
 
 def tasks_per_node(counts: str) -> list[int]:
     """SLURM's run lengths: `8(x2),4` -> [8, 8, 4]."""
-    found: list[int] = []
+    result: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
-        found += [int(count)] * int(times or 1)
-    return found
+        result += [int(count)] * int(times or 1)
+    return result
 
 
 def device_index(environ: Mapping[str, str], count: int) -> int | ConfigError:

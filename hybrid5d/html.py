@@ -45,8 +45,8 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> s
     for first, *rest in rows:
         cells = "".join(f"<td>{escape(c)}</td>" for c in rest)
         lines.append(f'<tr><th scope="row">{escape(first)}</th>{cells}</tr>')
-    told = escape(caption)
+    title = escape(caption)
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{told}"><table><caption>{told}'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{title}"><table><caption>{title}'
         f"</caption><thead><tr>{top}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
     )

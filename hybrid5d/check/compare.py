@@ -84,18 +84,18 @@ class Comparison:
     @property
     def faults(self) -> list[str]:
         """What is outside its bound, the worst of each kind first; empty where the runs are equal."""
-        b, found = self.bounds, list[str]()
-        found += _series("loss", self.loss_errors, self.got.losses, self.want.losses, b.loss)
-        found += _series("grad norm", self.norm_errors, self.got.norms, self.want.norms, b.norm)
+        b, result = self.bounds, list[str]()
+        result += _series("loss", self.loss_errors, self.got.losses, self.want.losses, b.loss)
+        result += _series("grad norm", self.norm_errors, self.got.norms, self.want.norms, b.norm)
         if self.got.copies:
-            found.append(f"copies of one tensor differ between ranks: {_named(self.got.copies)}")
+            result.append(f"copies of one tensor differ between ranks: {_named(self.got.copies)}")
         if self.factor is not None:
-            found.append(f"every first gradient is {self.factor:.4g} times what it should be")
+            result.append(f"every first gradient is {self.factor:.4g} times what it should be")
         if wrong := outside(self.gradients, b.grad):
-            found.append(f"first gradients off (bound {b.grad:g}): {_named(wrong)}")
+            result.append(f"first gradients off (bound {b.grad:g}): {_named(wrong)}")
         if far := outside(self.weights, b.weight):
-            found.append(f"weights off (bound {b.weight:g}): {_named(far)}")
-        return found
+            result.append(f"weights off (bound {b.weight:g}): {_named(far)}")
+        return result
 
     @property
     def tensor(self) -> str | None:

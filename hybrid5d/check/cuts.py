@@ -61,10 +61,10 @@ def parts(cut: Cut, ranks: int) -> list[Cut]:
     whole = [a for a in cut.axes if a != "sp"]
     if missing := [a for a in whole if getattr(cut.layout, a) > ranks]:
         raise ValueError(f"{missing[0]} needs {getattr(cut.layout, missing[0])} ranks")
-    found: list[Cut] = []
+    result: list[Cut] = []
     for count in range(len(whole) - 1, 0, -1):
         for kept in combinations(whole, count):
             part = cut.without(set(whole) - set(kept))
-            if part.world <= ranks and not any(set(kept) <= set(f.axes) for f in found):
-                found.append(part)
-    return found
+            if part.world <= ranks and not any(set(kept) <= set(f.axes) for f in result):
+                result.append(part)
+    return result

@@ -20,7 +20,7 @@ Shards = list[tuple[Piece, np.ndarray]]
 
 def shards(module: nn.Module, value: Callable[[nn.Parameter], Tensor | None]) -> Shards:
     """(piece, local values) of every parameter; `value(param)` may be None (no gradient)."""
-    found: Shards = []
+    result: Shards = []
     for param in module.parameters():
         if not pieces_of(param):
             continue
@@ -28,8 +28,8 @@ def shards(module: nn.Module, value: Callable[[nn.Parameter], Tensor | None]) ->
         if x is None:
             continue
         whole = x.detach().float().cpu().view(getattr(param, "ds_shape", param.shape))
-        found += [(piece, piece.local_view(whole).numpy().copy()) for piece in pieces_of(param)]
-    return found
+        result += [(piece, piece.local_view(whole).numpy().copy()) for piece in pieces_of(param)]
+    return result
 
 
 def assemble(all_shards: Iterable[Shards]) -> tuple[dict[str, np.ndarray], dict[str, float]]:

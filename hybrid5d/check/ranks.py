@@ -88,7 +88,7 @@ Answer = tuple[float, str, Any]
 
 def _answers(ranks: list[tuple[Any, Connection]], timeout: float) -> tuple[dict[int, Answer], bool]:
     """What each rank sent (one that died sent nothing), and whether time ran out."""
-    found: dict[int, Answer] = {}
+    result: dict[int, Answer] = {}
     waiting = dict(enumerate(ranks))
     end, failed = time.monotonic() + timeout, False
     while waiting and (left := end - time.monotonic()) > 0:
@@ -99,19 +99,19 @@ def _answers(ranks: list[tuple[Any, Connection]], timeout: float) -> tuple[dict[
                 del waiting[rank]
                 with contextlib.suppress(EOFError):
                     if pipe.poll():
-                        found[rank] = pipe.recv()
-                if not failed and (rank not in found or found[rank][1] == "error"):
+                        result[rank] = pipe.recv()
+                if not failed and (rank not in result or result[rank][1] == "error"):
                     failed, end = True, min(end, time.monotonic() + _GRACE)
-    return found, bool(waiting) and not failed
+    return result, bool(waiting) and not failed
 
 
 def _results(ranks: list[tuple[Any, Connection]], timeout: float) -> list[Any]:
-    found, timed_out = _answers(ranks, timeout)
-    errors = sorted((when, rank, text) for rank, (when, kind, text) in found.items() if kind == "error")
+    result, timed_out = _answers(ranks, timeout)
+    errors = sorted((when, rank, text) for rank, (when, kind, text) in result.items() if kind == "error")
     if errors:
         _, rank, text = errors[0]
         raise RankFailure(f"rank {rank} of {len(ranks)} failed:\n{text}")
-    missing = {rank: proc for rank, (proc, _) in enumerate(ranks) if rank not in found}
+    missing = {rank: proc for rank, (proc, _) in enumerate(ranks) if rank not in result}
     if timed_out:
         for proc in missing.values():
             os.kill(proc.pid, signal.SIGUSR1)  # its stacks, on standard error
@@ -120,7 +120,7 @@ def _results(ranks: list[tuple[Any, Connection]], timeout: float) -> list[Any]:
     if missing:
         codes = {rank: proc.exitcode for rank, proc in missing.items() if not proc.is_alive()}
         raise RankFailure(f"ranks {list(codes)} died without a message, exit codes {list(codes.values())}")
-    return [found[rank][2] for rank in range(len(ranks))]
+    return [result[rank][2] for rank in range(len(ranks))]
 
 
 def run_ranks(

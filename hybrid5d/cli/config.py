@@ -38,15 +38,15 @@ def show(
         refuse("\n".join(map(str, loaded.errors)))
     for notice in loaded.keys.notices:
         say(f"notice: {notice}")
-    found = [s for s in sourced(loaded.config, loaded.keys) if all_ or s.source != "default"]
+    result = [s for s in sourced(loaded.config, loaded.keys) if all_ or s.source != "default"]
     if format_ == "json":
-        sys.stdout.write(json_text([{"key": s.key, "value": s.value, "from": s.source} for s in found]))
+        sys.stdout.write(json_text([{"key": s.key, "value": s.value, "from": s.source} for s in result]))
     else:
-        sys.stdout.write("".join(f"{line}\n" for line in _lines(found)))
+        sys.stdout.write("".join(f"{line}\n" for line in _lines(result)))
 
 
-def _lines(found: list[Sourced]) -> list[str]:
+def _lines(result: list[Sourced]) -> list[str]:
     """YAML flow values; the comment is the source. Columns as wide as most need."""
-    texts = [f"{s.key}: {json.dumps(s.value, ensure_ascii=False)}" for s in found]
+    texts = [f"{s.key}: {json.dumps(s.value, ensure_ascii=False)}" for s in result]
     width = min(max(map(len, texts), default=0), 64)
-    return [f"{text:<{width}}  # {s.source}" for text, s in zip(texts, found)]
+    return [f"{text:<{width}}  # {s.source}" for text, s in zip(texts, result)]

@@ -86,18 +86,18 @@ def key_story(result: Translation, key: str) -> list[dict[str, Any]]:
         path = line["key"]
         if path != key and not path.startswith(f"{key}."):
             continue
-        found = schema_keys().get(owner(path) or "")
+        results = schema_keys().get(owner(path) or "")
         entry: dict[str, Any] = {"key": path, "value": line["value"]}
         written = get(result.keys.raw, path)
         if written is not None and written != line["value"]:
             entry["written as"] = written
         entry |= {"disposition": line["disposition"], "target": line["target"], "why": line["why"]}
-        if found is not None:
-            unit = (found.json_schema_extra or {}).get("unit", "")
+        if results is not None:
+            unit = (results.json_schema_extra or {}).get("unit", "")
             entry |= {
-                "meaning": found.description,
+                "meaning": results.description,
                 "unit": unit,
-                "default": found.get_default(call_default_factory=True),
+                "default": results.get_default(call_default_factory=True),
             }
         name = path.rpartition(".")[2]
         refused = "; ".join(str(e) for e in result.errors if e.key == path)

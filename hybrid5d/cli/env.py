@@ -20,14 +20,14 @@ def env(format_: Format = "text") -> None:
         with redirect_stdout(StringIO()):  # DeepSpeed says there which accelerator it took
             from hybrid5d.launch.machine import machine  # torch and DeepSpeed: seconds
 
-            found = machine()
+            result = machine()
     except ConfigErrors as exc:
         refuse(str(exc))
-    sys.stdout.write(json_text(found) if format_ == "json" else "".join(f"{line}\n" for line in _lines(found)))
+    sys.stdout.write(json_text(result) if format_ == "json" else "".join(f"{line}\n" for line in _lines(result)))
 
 
-def _lines(found: dict[str, Any]) -> Iterator[str]:
-    for name, value in found.items():
+def _lines(result: dict[str, Any]) -> Iterator[str]:
+    for name, value in result.items():
         if isinstance(value, dict):
             width = max(map(len, value), default=0)
             yield f"{name}:" if value else f"{name}: none"

@@ -20,7 +20,7 @@ from hybrid5d.plan.hardware import Hardware, load_hardware
 from hybrid5d.plan.job import job_of
 from hybrid5d.plan.outputs import json_text, resolved_text
 from hybrid5d.plan.page import page
-from hybrid5d.plan.search import changed, judged, search
+from hybrid5d.plan.search import changed, search, with_reasons
 from hybrid5d.plan.text import forecast_text
 
 
@@ -49,24 +49,24 @@ def plan(
         if search_ or write is not None:
             _search(str(run), overrides or [], world_size, gpus_per_node, hardware, write, format_)
             return
-        found = _forecast(str(run), overrides or [], world_size, gpus_per_node, hardware)
+        result = _forecast(str(run), overrides or [], world_size, gpus_per_node, hardware)
         other = None if diff is None else _forecast(diff, overrides or [], world_size, gpus_per_node, hardware)
     except ConfigErrors as exc:
         refuse("\n".join(map(str, exc.errors)))
     if measured is not None:
-        found = with_measured(found, measured)
+        result = with_measured(result, measured)
     if explain_ is not None:
         try:
-            sys.stdout.write(explain(explain_, found.to_dict()))
+            sys.stdout.write(explain(explain_, result.to_dict()))
         except KeyError as exc:
             refuse(str(exc.args[0]))
     elif other is not None:
-        changes = compare(found.to_dict(), other.to_dict())
+        changes = compare(result.to_dict(), other.to_dict())
         sys.stdout.write(json_text({"changes": changes}) if format_ == "json" else compare_text(changes))
     elif format_ == "html":
-        sys.stdout.write(page(found))
+        sys.stdout.write(page(result))
     else:
-        sys.stdout.write(json_text(found.to_dict()) if format_ == "json" else forecast_text(found))
+        sys.stdout.write(json_text(result.to_dict()) if format_ == "json" else forecast_text(result))
 
 
 def _check_words(search_: bool, diff: bool, explain_: bool, measured: bool, format_: str) -> None:
@@ -126,12 +126,12 @@ def _search(
             "an RL run's batch is not searched" if config.is_rl else "actor.global_batch_size and the sizes are needed"
         )
         refuse(f"--search: {missing}")
-    found = judged(config, search(replace(job, node=node), world, rows, hardware), world, hardware)
-    sys.stdout.write(json_text(found.to_dict()) if format_ == "json" else found.text())
-    if not found.best:
+    results = with_reasons(config, search(replace(job, node=node), world, rows, hardware), world, hardware)
+    sys.stdout.write(json_text(results.to_dict()) if format_ == "json" else results.text())
+    if not results.best:
         refuse(f"--search: no layout of {world} ranks fits {hardware.name}")
     if write is not None:
-        write_whole(write, resolved_text(changed(config, found.best[0].keys())))
+        write_whole(write, resolved_text(changed(config, results.best[0].keys())))
 
 
 def main() -> None:

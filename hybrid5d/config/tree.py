@@ -74,7 +74,7 @@ def walk(tree: Any, here: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...
 
 
 def leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    """`walk` with dotted paths; names that hold dots themselves are not told apart."""
+    """`walk` with dotted paths; names that hold dots themselves look like nested ones."""
     return ((".".join(names), value) for names, value in walk(tree))
 
 

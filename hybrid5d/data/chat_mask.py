@@ -27,7 +27,7 @@ def _mark(text: str = "") -> str:
 
 
 class TemplateError(ValueError):
-    """A conversation whose assistant turns cannot be told apart from the rest of its rendered text."""
+    """A conversation whose assistant turns cannot be separated from the rest of its rendered text."""
 
 
 class Renderer(Protocol):
@@ -73,8 +73,8 @@ def probe_template(renderer: Renderer) -> TemplateProfile:
         prompted = renderer.render(question, add_generation_prompt=True)
     except Exception as e:  # templates raise whatever they like
         raise TemplateError(f"the chat template fails on one question and answer: {str(e) or type(e).__name__}") from e
-    head, found, closing = text.partition(mark)
-    if not found:
+    head, result, closing = text.partition(mark)
+    if not result:
         raise TemplateError("the chat template leaves out what the assistant says")
     prompts = prompted != bare
     gap = head[len(prompted) :] if head.startswith(prompted) else ""
@@ -144,11 +144,11 @@ def _span_of_turn(
     mark = _mark(text)
     marked = [{**m, "content": mark} if i == turn else m for i, m in enumerate(messages)]
     skeleton = render(marked)
-    before, found, after = skeleton.partition(mark)
+    before, result, after = skeleton.partition(mark)
     start = stop = -1
-    if found and text.startswith(before):
+    if result and text.startswith(before):
         start = len(before) - (len(profile.lead) if before.endswith(profile.lead) else 0)
-    if found and text.endswith(after) and len(text) - len(after) >= max(start, 0):
+    if result and text.endswith(after) and len(text) - len(after) >= max(start, 0):
         stop = len(text) - len(after) + _closing_length(after, profile)
     if profile.prompts and turn > 0 and messages[turn]["role"] == "assistant":
         prompt = render(messages[:turn], add_generation_prompt=True)
@@ -182,7 +182,7 @@ class Encoding(Protocol):
 def span_mask(encoding: Encoding, num_tokens: int, spans: list[Span]) -> np.ndarray:
     """[n] uint8: `token_mask` of the encoding's offsets, asked for at the ends of the spans alone.
 
-    The list of all offsets is dear in Python; it is made only where a span's end is a character that no token claims
+    A list of all offsets is slow in Python; it is made only where a span's end is a character that no token claims
     (white space, or what a normalizer removed).
     """
     mask = np.zeros(num_tokens, np.uint8)

@@ -44,14 +44,14 @@ def resolve_sources(paths: Sequence[str], data_type: str, faults: Faults) -> lis
     A path is a file, a folder (searched recursively), a glob, a folder saved by HF `datasets`, `stdlib` (the .py
     sources of the running Python's standard library without its tests) or `stdlib/PATH` (file, folder, glob below).
     """
-    found: list[SourceFile] = []
+    result: list[SourceFile] = []
     for text in paths:
         if text == STDLIB or text.startswith(STDLIB + "/"):
             files = _stdlib_files(text[len(STDLIB) + 1 :], faults, text)
         else:
             files = _user_files(text, data_type, faults)
-        found.extend(files)
-    return found
+        result.extend(files)
+    return result
 
 
 def _stdlib_files(below: str, faults: Faults, shown: str) -> list[SourceFile]:

@@ -79,19 +79,19 @@ def _kept(record: dict[str, Any], size: int) -> slice:
 
 def _documents(record: dict[str, Any], kept: slice, num_ids: int) -> tuple[int, ...]:
     """Starts of the row's documents after its first, by position_ids and by lengths, which must agree."""
-    size, found = kept.stop - kept.start, []
+    size, result = kept.stop - kept.start, []
     if given(record, "position_ids"):
         positions = _aligned(record, "position_ids", num_ids)
-        found.append(("position_ids", _starts_of(positions[kept])))
+        result.append(("position_ids", _starts_of(positions[kept])))
     for name in LENGTHS:
         if given(record, name):
             lengths = _integers(record[name], name)
             if not lengths.size or lengths.min() < 1 or int(lengths.sum()) != size:
                 raise BadRecord(f"{name} must be lengths of 1 or more that add up to the row's {size} tokens")
-            found.append((name, tuple(np.cumsum(lengths)[:-1].tolist())))
-    if len({starts for _, starts in found}) > 1:
-        raise BadRecord(f"{found[0][0]} and {found[1][0]} cut the row into different documents")
-    return found[0][1] if found else ()
+            result.append((name, tuple(np.cumsum(lengths)[:-1].tolist())))
+    if len({starts for _, starts in result}) > 1:
+        raise BadRecord(f"{result[0][0]} and {result[1][0]} cut the row into different documents")
+    return result[0][1] if result else ()
 
 
 def _starts_of(positions: np.ndarray) -> tuple[int, ...]:

@@ -83,7 +83,7 @@ def _pool(encode: Callable[[Any], Any], num_workers: int) -> tuple[Executor, Cal
 
 @contextmanager
 def _named_death(num_workers: int) -> Iterator[None]:
-    """A process that was killed is told of by the next result, or by the next batch that is handed over."""
+    """A process that was killed is reported by the next result, or by the next batch that is handed over."""
     try:
         yield
     except BrokenProcessPool as e:

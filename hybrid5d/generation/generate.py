@@ -50,7 +50,7 @@ class _Flight:
         self.group, self.chooser = group, chooser
         self.prompts = deque(group.prompt_passes())
         self.awaiting = False  # a token was asked for and is not known here yet
-        self.told: Tensor | None = None
+        self.choices: Tensor | None = None
 
 
 class _Replica:
@@ -117,9 +117,9 @@ class _Replica:
         if prompts is not None:
             x = flight.chooser.collect(x[prompts.ends][prompts.of_row])
         if flight.awaiting:
-            flight.told = flight.chooser.choose(self.stage.logits(x))
+            flight.choices = flight.chooser.choose(self.stage.logits(x))
             if self.ctx.pp.size > 1:
-                self._send(flight.told, range(self.ctx.pp.size - 1))
+                self._send(flight.choices, range(self.ctx.pp.size - 1))
         else:
             self.stage.accompany(head_only=True)
 
@@ -138,15 +138,15 @@ class _Replica:
 
     def _settle(self, flight: _Flight) -> None:
         """Take in the tokens of the group's last pass; rows that ended leave."""
-        pp, group, told = self.ctx.pp, flight.group, flight.told
-        if told is None:
-            told = torch.empty(3, group.rows, dtype=torch.float64, device=self.device)
-            exchange(pp, [], [(pp.size - 1, told)]).wait()
-        group.last = told[0].long()
-        chosen = told.cpu().numpy()
+        pp, group, choices = self.ctx.pp, flight.group, flight.choices
+        if choices is None:
+            choices = torch.empty(3, group.rows, dtype=torch.float64, device=self.device)
+            exchange(pp, [], [(pp.size - 1, choices)]).wait()
+        group.last = choices[0].long()
+        chosen = choices.cpu().numpy()
         self.found.append((group.numbers, chosen))
         group.generated += 1
-        flight.awaiting, flight.told = False, None
+        flight.awaiting, flight.choices = False, None
         gone = (chosen[2] > 0) | (group.generated == group.room)
         if gone.any():
             order = group.keep(~gone)

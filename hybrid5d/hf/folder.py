@@ -122,15 +122,15 @@ def _some(names: Iterable[str]) -> str:
 
 def _no_weights(folder: Path) -> ConfigError:
     try:
-        found = sorted(p.name for p in folder.iterdir())
+        result = sorted(p.name for p in folder.iterdir())
     except OSError as exc:
         return ConfigError(
             KEY, str(folder), f"the folder cannot be read: {exc.strerror}", "check the path and its permissions"
         )
-    if any(n.endswith((".bin", ".pt", ".pth", ".ckpt")) for n in found):
+    if any(n.endswith((".bin", ".pt", ".pth", ".ckpt")) for n in result):
         rule = "holds pickled weights only; they can run code when they are read, so they are refused"
         return ConfigError(KEY, str(folder), rule, TO_SAFETENSORS)
-    if loose := [n for n in found if n.endswith(".safetensors")]:
+    if loose := [n for n in result if n.endswith(".safetensors")]:
         rule = f"holds {_some(loose)} but neither {SINGLE_FILE} nor {INDEX_FILE}"
         return ConfigError(KEY, str(folder), rule, "download the folder again, with its index")
     rule = f"holds neither {SINGLE_FILE} nor {INDEX_FILE}"
@@ -192,12 +192,13 @@ def _unexpected(names: list[str], expected: Mapping[str, tuple[int, ...]]) -> li
     fused = [n for n in names if any(p in FUSED for p in parts[n])]
     quantised = [n for n in names if parts[n][-1] in QUANTISED and n not in fused]
     other = [n for n in names if n not in fused and n not in quantised]
-    found = []
+    result = []
     if fused:
         rule = f"{len(fused)} tensors are fused, which we do not take apart: {_some(fused)}"
-        found.append((rule, "save the model in Hugging Face's own form with separate q, k, v, gate and up projections"))
+        fix = "save the model in Hugging Face's own form with separate q, k, v, gate and up projections"
+        result.append((rule, fix))
     if quantised:
-        found.append(
+        result.append(
             (
                 f"{len(quantised)} tensors are parts of quantised weights: {_some(quantised)}",
                 "dequantise the model first",
@@ -206,8 +207,8 @@ def _unexpected(names: list[str], expected: Mapping[str, tuple[int, ...]]) -> li
     if other:
         close = get_close_matches(other[0], expected, 1)
         fix = f"the model calls a tensor {close[0]}" if close else "give a folder of a plain causal language model"
-        found.append((f"{len(other)} tensors are not this model's: {_some(other)}", fix))
-    return found
+        result.append((f"{len(other)} tensors are not this model's: {_some(other)}", fix))
+    return result
 
 
 def _check_tensor(name: str, header: TensorHeader, shape: tuple[int, ...]) -> tuple[str, str] | None:

@@ -43,13 +43,13 @@ def rope_key(text: Mapping[str, Any]) -> str:
 
 def _parameters(text: Mapping[str, Any]) -> dict[str, Any]:
     """The block that counts, with the keys beside it that fill it up."""
-    found = {"rope_theta": text.get("rope_theta", 10000.0), **(text.get(rope_key(text)) or {})}
-    found.setdefault("rope_type", found.get("type", "default"))
-    if found["rope_type"] in ("llama3", "yarn"):
-        found.setdefault(ORIGINAL, text.get("max_position_embeddings"))
+    result = {"rope_theta": text.get("rope_theta", 10000.0), **(text.get(rope_key(text)) or {})}
+    result.setdefault("rope_type", result.get("type", "default"))
+    if result["rope_type"] in ("llama3", "yarn"):
+        result.setdefault(ORIGINAL, text.get("max_position_embeddings"))
         if ORIGINAL in text:  # beside the block it wins over the one inside
-            found[ORIGINAL] = text[ORIGINAL]
-    return found
+            result[ORIGINAL] = text[ORIGINAL]
+    return result
 
 
 def rope_faults(text: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
@@ -57,10 +57,10 @@ def rope_faults(text: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(text.get(name), dict | None):
             return [(name, text[name], "an object is needed")]
-    name, found = rope_key(text), _parameters(text)
-    block, variant = text.get(name) or {}, found["rope_type"]
-    nested = [k for k, v in found.items() if isinstance(v, dict)]
-    unknown = [k for k in found if k not in KNOWN]
+    name, result = rope_key(text), _parameters(text)
+    block, variant = text.get(name) or {}, result["rope_type"]
+    nested = [k for k, v in result.items() if isinstance(v, dict)]
+    unknown = [k for k in result if k not in KNOWN]
     if nested:
         return [(name, block, f"rotary embeddings of their own for {', '.join(nested)} layers are not supported")]
     if variant not in NEEDS:
@@ -68,17 +68,17 @@ def rope_faults(text: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
     if unknown:
         return [(name, block, f"{', '.join(unknown)}: no part of the rotary embedding of these families")]
     # yarn takes max_position_embeddings / original_max_position_embeddings where its factor is null
-    missing = [n for n in NEEDS[variant] if found.get(n) is None and (n not in found or variant != "yarn")]
+    missing = [n for n in NEEDS[variant] if result.get(n) is None and (n not in result or variant != "yarn")]
     if missing:
         return [(name, block, f"{variant} needs {', '.join(missing)}")]
-    if found.get("partial_rotary_factor") not in (None, 1):
+    if result.get("partial_rotary_factor") not in (None, 1):
         return [(name, block, "partial_rotary_factor: these families rotate the whole head")]
     faults = [
-        (name, block, f"{n}: {rule}") if n in block else (n, found[n], rule)
+        (name, block, f"{n}: {rule}") if n in block else (n, result[n], rule)
         for n in NUMBERS
-        if n in found and (rule := _wrong_number(n, found[n]))
+        if n in result and (rule := _wrong_number(n, result[n]))
     ]
-    if not faults and variant == "llama3" and found["high_freq_factor"] <= found["low_freq_factor"]:
+    if not faults and variant == "llama3" and result["high_freq_factor"] <= result["low_freq_factor"]:
         return [(name, block, "high_freq_factor must be above low_freq_factor")]
     return faults
 
@@ -93,7 +93,7 @@ def _wrong_number(name: str, value: Any) -> str:
 
 def read_rope(text: Mapping[str, Any]) -> RopeSpec:
     """The embedding of a config without `rope_faults`."""
-    found = _parameters(text)
-    theta, variant = found.pop("rope_theta"), found.pop("rope_type")
-    found.pop("type", None)
-    return RopeSpec(float(theta), str(variant), tuple(sorted(found.items())))
+    result = _parameters(text)
+    theta, variant = result.pop("rope_theta"), result.pop("rope_type")
+    result.pop("type", None)
+    return RopeSpec(float(theta), str(variant), tuple(sorted(result.items())))

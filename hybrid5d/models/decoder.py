@@ -194,10 +194,10 @@ def head_forward(weight: Tensor, vocab: VocabShard, x: Tensor, batch: LocalBatch
     options = HeadOptions(ctx.sequence_parallel, batch.temperature, upstream=batch.upstream)
     if batch.head == "logprobs":
         return linear_logprobs(x, weight, batch.labels, vocab, options)
-    found = linear_token_loss(x, weight, batch.labels, vocab, batch.rule, batch.columns, options)
-    batch.means.update(found.means)
-    batch.parts.update(found.parts)
-    return found.loss
+    result = linear_token_loss(x, weight, batch.labels, vocab, batch.rule, batch.columns, options)
+    batch.means.update(result.means)
+    batch.parts.update(result.parts)
+    return result.loss
 
 
 class Head(nn.Module):
@@ -227,10 +227,10 @@ class ValueHead(nn.Module):
         if batch.head == "logprobs":
             values = linear_values(x, self.weight, tp, sp)
             return values, torch.zeros_like(values)
-        found = linear_value_loss(x, self.weight, batch.labels, tp, batch.rule, batch.columns, sp)
-        batch.means.update(found.means)
-        batch.parts.update(found.parts)
-        return found.loss
+        result = linear_value_loss(x, self.weight, batch.labels, tp, batch.rule, batch.columns, sp)
+        batch.means.update(result.means)
+        batch.parts.update(result.parts)
+        return result.loss
 
 
 def decoder_layers(

@@ -25,12 +25,12 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     """Every rank's `value`, in axis order; picklable objects. Collective over the axis."""
     if axis.size == 1:
         return [value]
-    found: list[Any] = [None] * axis.size
+    result: list[Any] = [None] * axis.size
     group = axis.group
     if dist.get_backend(group) == "nccl":
         group = _host_group(axis.ranks, dist.group.WORLD)
-    dist.all_gather_object(found, value, group=group)
-    return found
+    dist.all_gather_object(result, value, group=group)
+    return result
 
 
 @lru_cache

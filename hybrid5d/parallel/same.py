@@ -31,11 +31,11 @@ Facts = Mapping[str, Any]
 
 def of_this_process() -> dict[str, str]:
     """Job and versions: of Python and of the packages that decide numbers; by the names that a refusal gives them."""
-    found = {f"environment: {name}": os.environ[name] for name in _VARIABLES if name in os.environ}
-    found["version of python"] = platform.python_version()
+    result = {f"environment: {name}": os.environ[name] for name in _VARIABLES if name in os.environ}
+    result["version of python"] = platform.python_version()
     for package in _PACKAGES:
-        found[f"version of {package}"] = package_version(package) or "none"
-    return found
+        result[f"version of {package}"] = package_version(package) or "none"
+    return result
 
 
 def flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -84,7 +84,7 @@ def compare(store: dist.Store, rank: int, world: int, facts: Facts, host: str | 
     store.set(f"facts/{rank}", json.dumps([host or socket.gethostname(), facts], sort_keys=True))
     if rank == 0:
         reports = [json.loads(store.get(f"facts/{r}")) for r in range(world)]
-        errors = differences([(name, found) for name, found in reports])
+        errors = differences([(name, result) for name, result in reports])
         store.set("verdict", json.dumps([e.to_dict() for e in errors]))
         _stay(store, world, _LEAVE_SECONDS if errors else 0.0)
     else:

@@ -109,11 +109,11 @@ def watched(calls: list[Call], now: Callable[[], Any]) -> Iterator[None]:
             finally:
                 inside = False
             peer = args[1] if op in POINT_TO_POINT else None
-            found = Call(op, group, 0 if at is None else _size(args[at]), peer, (begun, now()))
-            calls.append(found)
+            result = Call(op, group, 0 if at is None else _size(args[at]), peer, (begun, now()))
+            calls.append(result)
             if group in together:
-                together[group].append(found)
-            return work if work is None else _Watched(work, [found], now)
+                together[group].append(result)
+            return work if work is None else _Watched(work, [result], now)
 
         return call
 

@@ -20,13 +20,13 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def compare(a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any]]:
     """One entry per key whose value differs; null where one has no such key. `ratio`: b over a, of numbers."""
     first, second = dict(_leaves(a)), dict(_leaves(b))
-    found = []
+    result = []
     for key in dict.fromkeys([*first, *second]):
         x, y = first.get(key), second.get(key)
         if x != y:
             numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in (x, y))
-            found.append({"key": key, "a": x, "b": y, "ratio": y / x if numbers and x else None})
-    return found
+            result.append({"key": key, "a": x, "b": y, "ratio": y / x if numbers and x else None})
+    return result
 
 
 def compare_text(changes: list[dict[str, Any]]) -> str:

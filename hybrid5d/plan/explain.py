@@ -61,5 +61,5 @@ def explain(key: str, forecast: dict[str, Any]) -> str:
             known = f"did you mean {near}?" if near else f"known are {', '.join(forecast)} and what is in them"
             raise KeyError(f"--explain {key!r}: no such key of the forecast; {known}")
     parts = path.split(".")
-    told = next(t for n in range(len(parts), 0, -1) if (t := TEXTS.get(".".join(parts[:n]))) is not None)
-    return f"{key}\n  {told}\n  {json.dumps(value)}\n"
+    text = next(t for n in range(len(parts), 0, -1) if (t := TEXTS.get(".".join(parts[:n]))) is not None)
+    return f"{key}\n  {text}\n  {json.dumps(value)}\n"

@@ -177,24 +177,24 @@ def price(job: Job, hardware: Hardware) -> Prices:
     return Prices(job, memory, traffic, flops(job), step_time(job, hardware))
 
 
-def with_measured(found: Forecast, seconds: float) -> Forecast:
+def with_measured(result: Forecast, seconds: float) -> Forecast:
     """The forecast beside a measured step; an MFU above 1 says that something was read wrongly, and is not shown."""
-    if found.prices is None:
-        return replace(found, warnings=(*found.warnings, "the measured step is not compared: sizes are not known"))
-    mfu, planned = of_measured(found.prices.job, found.hardware, seconds), found.prices.time.total
+    if result.prices is None:
+        return replace(result, warnings=(*result.warnings, "the measured step is not compared: sizes are not known"))
+    mfu, planned = of_measured(result.prices.job, result.hardware, seconds), result.prices.time.total
     if mfu > 1:
         text = (
-            f"a step of {seconds:g} s would need {mfu:.2f} times the peak of {found.hardware.name}: the row length, "
+            f"a step of {seconds:g} s would need {mfu:.2f} times the peak of {result.hardware.name}: the row length, "
             "the batch, the number of ranks or the machine must have been another"
         )
-        return replace(found, measured={"seconds": seconds}, warnings=(*found.warnings, text))
-    return replace(found, measured={"seconds": seconds, "mfu": mfu, "over_planned": seconds / planned})
+        return replace(result, measured={"seconds": seconds}, warnings=(*result.warnings, text))
+    return replace(result, measured={"seconds": seconds, "mfu": mfu, "over_planned": seconds / planned})
 
 
 def _groups(plan: RunPlan, axis: str, gpus_per_node: int) -> AxisGroups:
-    found = plan.layout.groups(axis)
-    across = sum(group[0] // gpus_per_node != group[-1] // gpus_per_node for group in found)
-    return AxisGroups(len(found[0]), len(found), across)
+    result = plan.layout.groups(axis)
+    across = sum(group[0] // gpus_per_node != group[-1] // gpus_per_node for group in result)
+    return AxisGroups(len(result[0]), len(result), across)
 
 
 def _stage(plan: RunPlan, job: Job | None, rank: int) -> StageForecast:
@@ -213,26 +213,26 @@ def _schedule(plan: RunPlan) -> ScheduleForecast:
 
 
 def _warnings(plan: RunPlan, groups: dict[str, AxisGroups], schedule: ScheduleForecast) -> list[str]:
-    found = []
+    result = []
     if groups["tp"].across_nodes:
-        found.append(f"{groups['tp'].across_nodes} of {groups['tp'].count} tensor-parallel groups span nodes")
+        result.append(f"{groups['tp'].across_nodes} of {groups['tp'].count} tensor-parallel groups span nodes")
     if groups["cp"].across_nodes and plan.config.actor.model.cp_comm_type == "a2a":
-        found.append(f"{groups['cp'].across_nodes} of {groups['cp'].count} Ulysses groups (cp, a2a) span nodes")
+        result.append(f"{groups['cp'].across_nodes} of {groups['cp'].count} Ulysses groups (cp, a2a) span nodes")
     empty = [i for i, layers in enumerate(plan.stages) if not layers]
     if empty:
-        found.append(f"pipeline stages without a decoder layer: {', '.join(map(str, empty))}")
+        result.append(f"pipeline stages without a decoder layer: {', '.join(map(str, empty))}")
     if schedule.bubble > MAX_BUBBLE:
         steps, pp = plan.batch.gradient_accumulation_steps, plan.layout.pp
-        found.append(f"bubble {schedule.bubble:.1%}: {steps} micro-batches on {pp} pipeline stages")
+        result.append(f"bubble {schedule.bubble:.1%}: {steps} micro-batches on {pp} pipeline stages")
     if plan.batch.dynamic:
-        found.append("dynamic batches: the number of micro-batches, and so the bubble, differs from step to step")
+        result.append("dynamic batches: the number of micro-batches, and so the bubble, differs from step to step")
     if frozen := plan.config.actor.freeze_parameters:
-        found.append(f"actor.freeze_parameters={list(frozen)}: frozen weights are priced as trained ones")
-    return found
+        result.append(f"actor.freeze_parameters={list(frozen)}: frozen weights are priced as trained ones")
+    return result
 
 
 def _price_warnings(prices: Prices, hardware: Hardware) -> list[str]:
-    job, found = prices.job, []
+    job, result = prices.job, []
     for m in prices.memory:
         if m.fits and m.driver <= NEAR_FULL * hardware.memory_bytes:
             continue
@@ -240,15 +240,15 @@ def _price_warnings(prices: Prices, hardware: Hardware) -> list[str]:
         kinds["optimizer"] = kinds.pop("master weights") + kinds.pop("moments")
         largest = max(kinds, key=lambda name: kinds[name])
         verdict = "near the limit" if m.fits else "does not fit"
-        found.append(
+        result.append(
             f"stage {m.stage} {verdict}: {m.driver / 2**30:.1f} of {hardware.memory_gib:g} GiB with context, "
             f"communicators and fragmentation; most of it {largest}, {kinds[largest] / 2**30:.1f} GiB"
         )
     real = job.micro_batch * job.seq
     padded = job.sequence.batch * job.sequence.length
     if padded > 1.05 * real:
-        found.append(f"padding: {padded} tokens for {real} of a full micro-batch ({1 - real / padded:.1%} waste)")
+        result.append(f"padding: {padded} tokens for {real} of a full micro-batch ({1 - real / padded:.1%} waste)")
     vocabulary = -(-job.spec.vocab_size // job.layout.tp) * job.layout.tp
     if vocabulary > 1.02 * job.spec.vocab_size:
-        found.append(f"vocabulary of {job.spec.vocab_size} padded to {vocabulary} for tp {job.layout.tp}")
-    return found
+        result.append(f"vocabulary of {job.spec.vocab_size} padded to {vocabulary} for tp {job.layout.tp}")
+    return result

@@ -13,30 +13,30 @@ from hybrid5d.plan.text import size
 WIDTH, BAR, LEFT = 900, 22, 90
 
 
-def page(found: Forecast) -> str:
+def page(result: Forecast) -> str:
     """The whole document."""
-    layout = found.plan.layout
+    layout = result.plan.layout
     title = f"Plan of {layout.world_size} ranks: tp {layout.tp}, cp {layout.cp}, dp {layout.dp}, pp {layout.pp}"
-    parts = [_summary(found), _warnings(found.warnings)]
-    if found.prices is not None:
-        parts += [_memory(found.prices, found.hardware.memory_bytes), _time(found.prices), _traffic(found.prices)]
-    parts += [_stages(found), _groups(found)]
+    parts = [_summary(result), _warnings(result.warnings)]
+    if result.prices is not None:
+        parts += [_memory(result.prices, result.hardware.memory_bytes), _time(result.prices), _traffic(result.prices)]
+    parts += [_stages(result), _groups(result)]
     body = "\n".join(parts)
     return document(title, body)
 
 
-def _summary(found: Forecast) -> str:
-    batch, schedule = found.plan.batch, found.schedule
+def _summary(result: Forecast) -> str:
+    batch, schedule = result.plan.batch, result.schedule
     facts = [
         f"{batch.global_batch_size} rows a step: {batch.gradient_accumulation_steps} micro-batches of "
         f"{batch.micro_batch_size} on each dp rank",
         f"schedule {schedule.name}, bubble {schedule.bubble:.1%}",
     ]
-    if found.prices is not None:
-        time, memory = found.prices.time, found.prices.memory
+    if result.prices is not None:
+        time, memory = result.prices.time, result.prices.memory
         worst = max(memory, key=lambda m: m.driver)
         verdict = "fits" if all(m.fits for m in memory) else "does not fit"
-        card = f"{found.hardware.name} ({found.hardware.memory_gib:g} GiB)"
+        card = f"{result.hardware.name} ({result.hardware.memory_gib:g} GiB)"
         facts = [
             f"{verdict} {card}: allocated {size(worst.allocated)} on "
             f"stage {worst.stage}, estimated driver's reading {size(worst.driver)}",
@@ -96,7 +96,7 @@ def _memory(prices: Prices, card: int) -> str:
     ]  # fmt: skip
     groups = ", ".join(f"{name} of {n}" for name, n in groups_of(prices.job).items()) or "none"
     outside = ", ".join(f"{name} {size(value)}" for name, value in prices.memory[0].outside.items())
-    told = (
+    summary = (
         f"{prices.memory[0].states}. Outside the allocator: {outside} ({groups}). "
         f"Host memory of a node at load: {size(host_at_load(prices.job))}."
     )
@@ -109,7 +109,7 @@ def _memory(prices: Prices, card: int) -> str:
             card,
         )
         + table("Bytes by stage. Allocated is the prediction; reserved and driver are estimates.", head, rows)
-        + f"<p>{escape(told)}</p>"
+        + f"<p>{escape(summary)}</p>"
     )
 
 
@@ -133,17 +133,17 @@ def _traffic(prices: Prices) -> str:
     )
 
 
-def _stages(found: Forecast) -> str:
-    count = ["unknown" if s.parameters is None else f"{s.parameters:,}" for s in found.stages]
+def _stages(result: Forecast) -> str:
+    count = ["unknown" if s.parameters is None else f"{s.parameters:,}" for s in result.stages]
     rows = [
         [str(s.stage), " + ".join(map(str, s.runs)), count[s.stage], str(live)]
-        for s, live in zip(found.stages, found.schedule.live_chunks)
+        for s, live in zip(result.stages, result.schedule.live_chunks)
     ]
     head = ["stage", "decoder layers", "parameters a rank", "chunks alive"]
     return "<h2>Stages</h2>" + table("Pipeline stages", head, rows)
 
 
-def _groups(found: Forecast) -> str:
-    rows = [[axis, str(g.size), str(g.count), str(g.across_nodes)] for axis, g in found.groups.items()]
-    caption = f"Groups of ranks; a node has {found.gpus_per_node}"
+def _groups(result: Forecast) -> str:
+    rows = [[axis, str(g.size), str(g.count), str(g.across_nodes)] for axis, g in result.groups.items()]
+    caption = f"Groups of ranks; a node has {result.gpus_per_node}"
     return "<h2>Groups</h2>" + table(caption, ["axis", "ranks", "groups", "across nodes"], rows)

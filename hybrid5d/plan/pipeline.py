@@ -280,7 +280,7 @@ def timeline(
     Args:
         cost: time of each op, of one chunk.
         message: time that a tensor takes between two ranks; the sender goes on meanwhile.
-        programs: these instead of the schedule's own (to judge another order).
+        programs: these instead of the schedule's own (to try another order).
 
     Raises:
         Deadlock: an instruction waits for one that never comes.
@@ -420,13 +420,13 @@ def sends(schedule: Schedule, rank: int, op: Instruction) -> tuple[int, Message]
 
 def arrivals(schedule: Schedule, rank: int, programs: Sequence[Sequence[Instruction]]) -> dict[int, list[Message]]:
     """What `rank` gets from each other rank, in the order in which they send it."""
-    found: dict[int, list[Message]] = {}
+    result: dict[int, list[Message]] = {}
     for source, program in enumerate(programs):
         posts = [sends(schedule, source, op) for op in program]
         mine = [post[1] for post in posts if post is not None and post[0] == rank != source]
         if mine:
-            found[source] = mine
-    return found
+            result[source] = mine
+    return result
 
 
 def _messages(schedule: Schedule, rank: int, program: Sequence[Instruction]) -> list[tuple[str, int, Message]]:

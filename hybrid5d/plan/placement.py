@@ -83,10 +83,10 @@ def _nodes(entry: dict[str, Any], num_nodes: int) -> int:
     spec = entry.get("node_ranks", "all")
     if isinstance(spec, bool) or not isinstance(spec, (str, int)):
         raise _Bad(f"a {type(spec).__name__} names no nodes", "write all, 0, 0-3 or 0,2-3")
-    found = [n for ranks in _ranks(str(spec), num_nodes, "node") for n in ranks]
-    if len(set(found)) < len(found):
+    result = [n for ranks in _ranks(str(spec), num_nodes, "node") for n in ranks]
+    if len(set(result)) < len(result):
         raise _Bad("a node appears twice", "name each node once")
-    return len(found)
+    return len(result)
 
 
 def components(name: str) -> list[str]:
@@ -153,7 +153,7 @@ def _ranks(text: str, available: int, what: str, hint: bool = False) -> list[ran
     """The ranges of a comma list."""
     if text.strip() == "all":
         return [range(available)]
-    found = []
+    result = []
     for part in text.split(","):
         match = _PART.match(part.strip())
         if match is None:
@@ -169,8 +169,8 @@ def _ranks(text: str, available: int, what: str, hint: bool = False) -> list[ran
                 f"{what} {last} is outside 0..{available - 1} (nodes x GPUs per node = {available}){more}",
                 "use the GPUs that exist, or set --gpus-per-node",
             )
-        found.append(range(first, last + 1))
-    return found
+        result.append(range(first, last + 1))
+    return result
 
 
 def _processes(text: str, resources: int, before: int) -> int:

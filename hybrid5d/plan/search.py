@@ -105,19 +105,19 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def degrees(job: Job, world: int, found: Found) -> Iterator[ParallelLayout]:
-    """Every (tp, pp, cp, dp) that fills the world and can cut this model; the others go to `found.reasons`."""
+def degrees(job: Job, world: int, result: Found) -> Iterator[ParallelLayout]:
+    """Every (tp, pp, cp, dp) that fills the world and can cut this model; the others go to `result.reasons`."""
     spec = job.spec
     for tp in _divisors(world):
         if tp_faults(tp, spec.num_attention_heads, spec.num_key_value_heads, spec.intermediate_size):
-            found.reasons["tp does not cut heads or MLP width"] += 1
+            result.reasons["tp does not cut heads or MLP width"] += 1
             continue
         if tp > job.node:
-            found.reasons["tensor-parallel groups would span nodes"] += 1
+            result.reasons["tensor-parallel groups would span nodes"] += 1
             continue
         for pp in _divisors(world // tp):
             if pp > spec.num_layers:
-                found.reasons["more pipeline stages than layers"] += 1
+                result.reasons["more pipeline stages than layers"] += 1
                 continue
             for cp in _divisors(world // tp // pp):
                 if job.cp_method == "a2a+p2p":
@@ -125,9 +125,9 @@ def degrees(job: Job, world: int, found: Found) -> Iterator[ParallelLayout]:
                 else:
                     ulysses = None
                 if check_heads(spec.num_attention_heads, spec.num_key_value_heads, tp, cp, job.cp_method, ulysses):
-                    found.reasons["cp does not cut the heads (Ulysses)"] += 1
+                    result.reasons["cp does not cut the heads (Ulysses)"] += 1
                 elif cp > 1 and job.seq // cp < 2 * tp:
-                    found.reasons["a row is too short for cp"] += 1
+                    result.reasons["a row is too short for cp"] += 1
                 else:
                     yield ParallelLayout(pp=pp, dp=world // tp // pp // cp, cp=cp, tp=tp)
 
@@ -142,11 +142,11 @@ def _pipelines(layers: int, pp: int) -> Iterator[tuple[Schedule, tuple[int, ...]
             yield schedule, split_layers(layers, schedule.stages)
 
 
-def _variants(base: Job, layout: ParallelLayout, rows: int, found: Found) -> Iterator[Job]:
+def _variants(base: Job, layout: ParallelLayout, rows: int, result: Found) -> Iterator[Job]:
     """Schedules, micro-batches and ZeRO stages of one layout, without recomputation, with SP wherever tp is."""
     per_rank, left = divmod(rows, layout.dp)
     if left or not per_rank:
-        found.reasons["the global batch does not divide over dp"] += 1
+        result.reasons["the global batch does not divide over dp"] += 1
         return
     pipelines = list(_pipelines(base.spec.num_layers, layout.pp))
     for micro in (m for m in (1, 2, 4, 8, 16) if per_rank % m == 0):
@@ -166,22 +166,22 @@ def search(base: Job, world: int, rows: int, hardware: Hardware, keep: int = 40)
     Sequence parallelism is taken with every tp above 1 (it divides more memory at equal bytes on the wire); of the
     recomputations the first that fits is the fastest, so the later ones are not priced.
     """
-    found, fitting = Found(), list[Candidate]()
+    result, fitting = Found(), list[Candidate]()
     limit = hardware.memory_bytes * (1 - hardware.headroom)
-    for layout in degrees(base, world, found):
-        for job in _variants(base, layout, rows, found):
+    for layout in degrees(base, world, result):
+        for job in _variants(base, layout, rows, result):
             for recompute in RECOMPUTE:
                 tried = replace(job, recompute=recompute)
-                found.tried += 1
+                result.tried += 1
                 driver = _fullest(tried, hardware)
                 if driver <= limit:
                     fitting.append(Candidate(tried, step_time(tried, hardware).total, driver))
                     break
             else:
-                found.reasons["does not fit the memory, with full recomputation neither"] += 1
+                result.reasons["does not fit the memory, with full recomputation neither"] += 1
     fitting.sort(key=lambda c: (c.seconds, c.driver))
-    found.fitting, found.best = len(fitting), fitting[:keep]
-    return found
+    result.fitting, result.best = len(fitting), fitting[:keep]
+    return result
 
 
 def _fullest(job: Job, hardware: Hardware) -> int:
@@ -209,17 +209,17 @@ def changed(config: RunConfig, keys: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate(tree)
 
 
-def judged(config: RunConfig, found: Found, world: int, hardware: Hardware, keep: int = 10) -> Found:
+def with_reasons(config: RunConfig, result: Found, world: int, hardware: Hardware, keep: int = 10) -> Found:
     """What a run's own rules accept of the best, with why each loses; what the others break goes to the reasons."""
     kept = list[Candidate]()
-    for candidate in found.best:
+    for candidate in result.best:
         if len(kept) == keep:
             break
         _, errors = examine(changed(config, candidate.keys()), world)
         if errors:
-            found.reasons[f"{errors[0].key}: {errors[0].rule}"] += 1
+            result.reasons[f"{errors[0].key}: {errors[0].rule}"] += 1
         else:
             kept.append(candidate)
-    found.best = kept
-    found.loses = [why_slower(kept[0], c, hardware) for c in kept]
-    return found
+    result.best = kept
+    result.loses = [why_slower(kept[0], c, hardware) for c in kept]
+    return result

@@ -84,24 +84,24 @@ def tensors(spec: ModelSpec) -> list[TensorDef]:
     A critic's head has width 1 and is whole on every rank.
     """
     hidden = spec.hidden_size
-    found = [TensorDef(EMBEDDING, (spec.vocab_size, hidden), None, "vocab")]
+    result = [TensorDef(EMBEDDING, (spec.vocab_size, hidden), None, "vocab")]
     for i in range(spec.num_layers):
-        found += _decoder_layer(spec, i)
-    found.append(TensorDef("model.norm.weight", (hidden,), None, "none"))
+        result += _decoder_layer(spec, i)
+    result.append(TensorDef("model.norm.weight", (hidden,), None, "none"))
     if spec.value_head:
-        found.append(TensorDef(VALUE_HEAD, (1, hidden), None, "none"))
+        result.append(TensorDef(VALUE_HEAD, (1, hidden), None, "none"))
     elif not spec.tied:
-        found.append(TensorDef(HEAD, (spec.vocab_size, hidden), None, "vocab"))
-    return found
+        result.append(TensorDef(HEAD, (spec.vocab_size, hidden), None, "vocab"))
+    return result
 
 
 def _decoder_layer(spec: ModelSpec, index: int) -> list[TensorDef]:
     hidden, inner, d = spec.hidden_size, spec.intermediate_size, spec.head_dim
     q, kv = spec.num_attention_heads * d, spec.num_key_value_heads * d
-    found: list[TensorDef] = []
+    result: list[TensorDef] = []
 
     def add(name: str, shape: tuple[int, ...], cut: Kind) -> None:
-        found.append(TensorDef(f"model.layers.{index}.{name}", shape, index, cut))
+        result.append(TensorDef(f"model.layers.{index}.{name}", shape, index, cut))
 
     def linear(name: str, out: int, columns: int, cut: Kind, bias: bool) -> None:
         add(f"{name}.weight", (out, columns), cut)
@@ -120,7 +120,7 @@ def _decoder_layer(spec: ModelSpec, index: int) -> list[TensorDef]:
     linear("mlp.gate_proj", inner, hidden, "rows", spec.mlp_bias)
     linear("mlp.up_proj", inner, hidden, "rows", spec.mlp_bias)
     linear("mlp.down_proj", hidden, inner, "cols", spec.mlp_bias)
-    return found
+    return result
 
 
 def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -170,14 +170,14 @@ def head_cost(spec: ModelSpec, row_length: int) -> float:
 
 def tp_faults(tp: int, heads: int | None, kv_heads: int | None, inner: int | None) -> list[str]:
     """What keeps `tp` from cutting a model, one clause each; sizes that are None are not asked."""
-    found = []
+    result = []
     if heads is not None and heads % tp:
-        found.append(f"num_attention_heads={heads} is not a multiple of it")
+        result.append(f"num_attention_heads={heads} is not a multiple of it")
     elif kv_heads is not None and kv_heads % tp and tp % kv_heads:
-        found.append(f"num_key_value_heads={kv_heads} is neither a multiple nor a divisor of it")
+        result.append(f"num_key_value_heads={kv_heads} is neither a multiple nor a divisor of it")
     if inner is not None and inner % tp:
-        found.append(f"the MLP width {inner} (intermediate_size, ffn_hidden_size) is not a multiple of it")
-    return found
+        result.append(f"the MLP width {inner} (intermediate_size, ffn_hidden_size) is not a multiple of it")
+    return result
 
 
 def legal_degrees(heads: int | None, kv_heads: int | None, inner: int | None) -> list[int]:

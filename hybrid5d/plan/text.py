@@ -17,33 +17,33 @@ def size(count: float) -> str:
     raise AssertionError
 
 
-def forecast_text(found: Forecast) -> str:
+def forecast_text(result: Forecast) -> str:
     """What `hybrid5d plan` prints."""
-    lines = [*_layout(found), *_stages(found)]
-    if found.prices is not None:
-        lines += [*_memory(found.prices), *_traffic(found.prices), *_time(found.prices, found.hardware.name)]
-    if found.measured and "mfu" in found.measured:
-        m = found.measured
+    lines = [*_layout(result), *_stages(result)]
+    if result.prices is not None:
+        lines += [*_memory(result.prices), *_traffic(result.prices), *_time(result.prices, result.hardware.name)]
+    if result.measured and "mfu" in result.measured:
+        m = result.measured
         lines.append(f"measured  {m['seconds']:g} s: {m['mfu']:.1%} causal, {m['over_planned']:.2f} x the planned time")
-    return "\n".join([*lines, *(f"warning   {text}" for text in found.warnings)]) + "\n"
+    return "\n".join([*lines, *(f"warning   {text}" for text in result.warnings)]) + "\n"
 
 
-def _layout(found: Forecast) -> Iterator[str]:
-    layout, batch = found.plan.layout, found.plan.batch
+def _layout(result: Forecast) -> Iterator[str]:
+    layout, batch = result.plan.layout, result.plan.batch
     yield f"layout    {layout.world_size} ranks: tp {layout.tp}, cp {layout.cp}, dp {layout.dp}, pp {layout.pp}"
-    for axis, g in found.groups.items():
-        yield f"  {axis}      {g.count} groups of {g.size}, {g.across_nodes} across nodes of {found.gpus_per_node}"
+    for axis, g in result.groups.items():
+        yield f"  {axis}      {g.count} groups of {g.size}, {g.across_nodes} across nodes of {result.gpus_per_node}"
     yield (
         f"batch     {batch.global_batch_size} rows a step: {batch.gradient_accumulation_steps} micro-batches of "
         f"{batch.micro_batch_size} on each of {layout.dp} dp ranks"
     )
-    ds = found.to_dict()["batch"]["deepspeed"]
+    ds = result.to_dict()["batch"]["deepspeed"]
     yield f"          DeepSpeed: {', '.join(f'{name} {value}' for name, value in ds.items())}"
 
 
-def _stages(found: Forecast) -> Iterator[str]:
-    schedule = found.schedule
-    for s in found.stages:
+def _stages(result: Forecast) -> Iterator[str]:
+    schedule = result.schedule
+    for s in result.stages:
         live = schedule.live_chunks[s.stage]
         runs = f" in runs of {', '.join(map(str, s.runs))}" if len(s.runs) > 1 else ""
         count = "unknown" if s.parameters is None else f"{s.parameters:,}"
@@ -81,8 +81,8 @@ def _traffic(prices: Prices) -> Iterator[str]:
 
 
 def _time(prices: Prices, name: str) -> Iterator[str]:
-    time, found = prices.time, prices.flops
-    each = ", ".join(f"{c} {found.per_token[c] / 1e9:.4g}" for c in ("causal", "full", "counter", "hardware"))
+    time, result = prices.time, prices.flops
+    each = ", ".join(f"{c} {result.per_token[c] / 1e9:.4g}" for c in ("causal", "full", "counter", "hardware"))
     yield f"flops     GFLOP a token: {each}"
     yield f"time      {time.total:.4g} s a step on {name}, {time.tokens_per_second:,.0f} tokens/s"
     yield f"          {', '.join(f'{part} {seconds:.3g}' for part, seconds in time.parts.items() if seconds)}"

@@ -142,9 +142,9 @@ def step_time(job: Job, hardware: Hardware) -> StepTime:
     }
     parts = {name: seconds * hardware.software for name, seconds in parts.items()}
     total = sum(parts.values())
-    found, world = flops(job), job.layout.world_size
+    result, world = flops(job), job.layout.world_size
     peak = hardware.peak(job.precision) * world
-    mfu = {name: found.per_step[name] / (total * peak) for name in ("causal", "full", "counter")}
+    mfu = {name: result.per_step[name] / (total * peak) for name in ("causal", "full", "counter")}
     return StepTime(parts, total, step_tokens(job) / total, mfu)
 
 

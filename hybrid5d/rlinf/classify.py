@@ -37,7 +37,7 @@ class RLinfClassifier(Classifier):
     def __init__(self, keys: KeyReport):
         super().__init__(keys)
         self._blocks: list[str] = []
-        self._loud: dict[str, list[str]] = {}
+        self._notices: dict[str, list[str]] = {}
         placement = trees.get(keys.tree, "cluster.component_placement")
         names: Iterable[str] = placement if isinstance(placement, dict) else ()
         self._components = {n.strip() for key in names for n in str(key).split(",")} - {"actor"}
@@ -47,7 +47,7 @@ class RLinfClassifier(Classifier):
         super().run()
         if self._blocks:
             self.keys.notice("blocks of other components are not ours and were left out: " + ", ".join(self._blocks))
-        for why, names in self._loud.items():
+        for why, names in self._notices.items():
             self.keys.notice(f"dropped: {', '.join(names)}: {why}")
 
     def sort(self, path: str) -> Kind:
@@ -75,7 +75,7 @@ class RLinfClassifier(Classifier):
         """A key of RLinf's or Megatron's without a place here."""
         entry = _foreign(path)
         assert entry is not None  # `sort` looked
-        self._drop(path, value, entry.why, entry.loud)
+        self._drop(path, value, entry.why, entry.notice)
 
     def must_be_off(self, path: str, value: object) -> None:
         """A key that would change the run if it were on."""
@@ -95,7 +95,7 @@ class RLinfClassifier(Classifier):
         near = self._near_ours(path) or self.near(path)
         if self.keys.foreign and (path.split(".")[0] in _OPEN or near is None):
             hint = f" (similar: {near})" if near else ""
-            self._drop(path, value, f"unknown to RLinf's Megatron actor and to us{hint}", loud=True)
+            self._drop(path, value, f"unknown to RLinf's Megatron actor and to us{hint}", notice=True)
         else:
             super().unknown(path, value)
 
@@ -111,9 +111,9 @@ class RLinfClassifier(Classifier):
     def _near_ours(self, path: str) -> str | None:
         return super().near(path, _SURE)
 
-    def _drop(self, path: str, value: object, why: str, loud: bool) -> None:
+    def _drop(self, path: str, value: object, why: str, notice: bool) -> None:
         self.keys.dropped[path] = (value, why)
         if path in self.keys.dangling:
             self.keys.notice(f"{path}: {self.keys.dangling[path]}; the key is dropped, so this does not matter")
-        elif loud and value not in (None, False):
-            self._loud.setdefault(why, []).append(f"{path}={value!r}")
+        elif notice and value not in (None, False):
+            self._notices.setdefault(why, []).append(f"{path}={value!r}")

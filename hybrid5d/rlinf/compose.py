@@ -167,8 +167,8 @@ class Composer:
         inside = "/".join(p for p in (base, relative) if p)
         for name in names:
             folder, _, leaf = f"{inside}/{name}".lstrip("/").rpartition("/")
-            found = self._find(folder, leaf)
-            if found is None:
+            results = self._find(folder, leaf)
+            if results is None:
                 if not item.optional:
                     where = ", ".join(str(p) for p in self._search)
                     shown = f"{folder}/{leaf}".lstrip("/")
@@ -176,11 +176,11 @@ class Composer:
                         shown, f"{shown}.yaml does not exist under {where}", "put the file there or drop the line"
                     )
                 continue
-            if found.resolve() in stack:
-                chain = " -> ".join(p.name for p in (*stack, found))
+            if results.resolve() in stack:
+                chain = " -> ".join(p.name for p in (*stack, results))
                 self._fault(name, f"files include one another: {chain}", "break the circle")
                 continue
-            result = merge(result, self._load(found, (folder, inside, relative), item, package, stack))
+            result = merge(result, self._load(results, (folder, inside, relative), item, package, stack))
         return result
 
     def _load(

@@ -1,6 +1,6 @@
 """Keys of RLinf and Megatron that have no place in a hybrid5d run, and why. Data only.
 
-A key is looked up by its longest matching pattern (`*` matches any rest). `loud` keys change what a user may expect
+A key is looked up by its longest matching pattern (`*` matches any rest). `notice` keys change what a user may expect
 and get a notice of their own; the others appear in the report only.
 """
 
@@ -13,10 +13,10 @@ from hybrid5d.config.schema import RL_TASKS
 
 @dataclass(frozen=True)
 class Foreign:
-    """Why a key is dropped, and whether the user should be told beside the report."""
+    """Why a key is dropped, and whether the user should see a notice beside the report."""
 
     why: str
-    loud: bool = False
+    notice: bool = False
 
 
 # Top-level blocks of other components. They pass with one line.
@@ -58,8 +58,8 @@ _BETWEEN = "moves tensors between RL phases (DeepSpeed: engine.offload_states), 
 _TP_KERNEL = "Transformer Engine's overlap of TP communication; not offered"
 
 
-def _each(names: str, why: str, prefix: str, loud: bool = False) -> dict[str, Foreign]:
-    return {f"{prefix}{name}": Foreign(why, loud) for name in names.split()}
+def _each(names: str, why: str, prefix: str, notice: bool = False) -> dict[str, Foreign]:
+    return {f"{prefix}{name}": Foreign(why, notice) for name in names.split()}
 
 
 FOREIGN: dict[str, Foreign] = {
@@ -69,7 +69,7 @@ FOREIGN: dict[str, Foreign] = {
         "cluster.",
     ),
     **_each("profiling* tracer*", "RLinf's profiling; DeepSpeed: flops_profiler, wall_clock_breakdown", "cluster."),
-    **_each("num_gpus_per_node gpus_per_node", "RLinf dropped this key; give --gpus-per-node", "cluster.", loud=True),
+    **_each("num_gpus_per_node gpus_per_node", "RLinf dropped this key; give --gpus-per-node", "cluster.", notice=True),
     **_each("auto_scheduler", "off", "cluster."),
     **_each("ray* accelerator* num_gpus", "how RLinf starts its workers; the launcher does that here", "cluster."),
     **_each(
@@ -84,7 +84,7 @@ FOREIGN: dict[str, Foreign] = {
         "loss_scales",
         "weights of RLinf's multi-agent loss; each row counts here as loss_agg_func says",
         "algorithm.",
-        loud=True,
+        notice=True,
     ),
     **_each("down_sampling.*", "groups are not thinned out: every sequence is trained on", "algorithm."),
     **_each("use_critic use_value_loss", "read by nobody in RLinf; critic.use_critic_model decides", "algorithm."),
@@ -105,7 +105,7 @@ FOREIGN: dict[str, Foreign] = {
         "rollout.",
     ),
     **_each(
-        "custom_chat_template", "a prompt's template is the tokenizer's, or data.chat_template", "rollout.", loud=True
+        "custom_chat_template", "a prompt's template is the tokenizer's, or data.chat_template", "rollout.", notice=True
     ),
     **_each(
         "group_name tokenizer.* random_print_percent use_prompt reward_weights.*",
@@ -136,7 +136,7 @@ FOREIGN: dict[str, Foreign] = {
     **_each("combine_reference_model reference*", "the reference's weights lie on the CPU, once per shard", "actor."),
     **_each("pack_traj", "each row of a trajectory is a row here", "actor."),
     **_each("use_critic_model", "critic.use_critic_model decides", "actor."),
-    **_each("offload_optimizer offload_weight offload_grad", _BETWEEN, "actor.", loud=True),
+    **_each("offload_optimizer offload_weight offload_grad", _BETWEEN, "actor.", notice=True),
     **_each("eval_batch_size", "RLinf's SFT evaluation; ours evaluates with micro_batch_size", "actor."),
     **_each("fsdp_config*", "read by RLinf's FSDP backend only", "actor."),
     **_each(
@@ -149,7 +149,7 @@ FOREIGN: dict[str, Foreign] = {
         "checkpoint_load_path",
         "an older name of model.megatron_checkpoint: weights in Megatron's format cannot be read",
         "actor.",
-        loud=True,
+        notice=True,
     ),
     # actor.model
     **_each(
@@ -191,7 +191,7 @@ FOREIGN: dict[str, Foreign] = {
         "attention_dropout hidden_dropout",
         "config.json's dropout counts, as in RLinf, and hybrid5d trains without dropout",
         "actor.model.",
-        loud=True,
+        notice=True,
     ),
     **_each(
         "make_vocab_size_divisible_by",
@@ -236,7 +236,7 @@ FOREIGN: dict[str, Foreign] = {
         "store_param_remainders",
         "Transformer Engine's low-precision optimizer state; ours is fp32",
         "actor.optim.",
-        loud=True,
+        notice=True,
     ),
     **_each("decoupled_lr decoupled_min_lr", "off", "actor.optim."),
     **_each(
@@ -263,7 +263,7 @@ FOREIGN: dict[str, Foreign] = {
         "swiglu normalization untie_embeddings_and_output_weights",
         "RLinf overwrites it whatever the YAML says",
         "actor.megatron.",
-        loud=True,
+        notice=True,
     ),
     **_each(
         "mbridge", "Megatron-Bridge builds RLinf's model; ours is read from the Hugging Face folder", "actor.megatron."
@@ -322,7 +322,7 @@ FOREIGN |= _each(
 )
 FOREIGN["critic.model.megatron_checkpoint"] = Foreign(
     "weights in Megatron's format cannot be read: the critic starts from critic.model.model_path, else the actor's",
-    loud=True,
+    notice=True,
 )
 
 # Keys whose value must be "off"; anything else is refused. key -> (values that mean off, rule, fix)

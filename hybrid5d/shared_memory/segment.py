@@ -70,9 +70,9 @@ class Segment:
             raise OSError(f"no address of a segment: {address}")
         fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            found = os.fstat(fd)
-            same = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
-            if not same or (found.st_ino, found.st_size) != (inode, size):
+            result = os.fstat(fd)
+            same = stat.S_ISREG(result.st_mode) and result.st_uid == os.geteuid()
+            if not same or (result.st_ino, result.st_size) != (inode, size):
                 raise OSError(f"file {number} of process {pid} is not the announced segment")
             segment = cls(fd, size)
         except BaseException:

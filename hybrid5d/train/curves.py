@@ -123,7 +123,7 @@ def _legend(runs: Sequence[Run]) -> str:
 
 
 def _stroke(i: int) -> str:
-    """Colour and dashes: eight colours alone are not told apart by everybody."""
+    """Colour and dashes: eight colours alone do not differ for everybody."""
     return f'stroke="var(--c{i % 8})" stroke-width="1.8" stroke-dasharray="{_DASHES[i % len(_DASHES)]}" fill="none"'
 
 
@@ -148,8 +148,8 @@ def _panel(name: str, runs: Sequence[Run]) -> str:
             parts.append(f'<polyline points="{points}" {_stroke(i)}><title>{escape(run.name)}</title></polyline>')
         for x, y in dots.get(i, []):
             px, py = at(x, y)
-            told = escape(f"{run.name}: held-out loss {y:.4f} after step {x}")
-            parts.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="4" {_stroke(i)}><title>{told}</title></circle>')
+            title = escape(f"{run.name}: held-out loss {y:.4f} after step {x}")
+            parts.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="4" {_stroke(i)}><title>{title}</title></circle>')
         if values := _finite(series):
             said.append(f"{run.name}: {_short(values[0][1])} to {_short(values[-1][1])}")
         if bad := [x for x, y in series if not math.isfinite(y)]:

@@ -118,7 +118,7 @@ def _off() -> list[str]:
 def _dropped() -> list[str]:
     why: dict[str, list[str]] = {}
     for key, entry in FOREIGN.items():
-        if entry.loud and not key.startswith("critic."):
+        if entry.notice and not key.startswith("critic."):
             why.setdefault(entry.why, []).append(key)
     rows = [(_cell(reason), _code(" / ".join(keys))) for reason, keys in why.items()]
     head = "### Keys of RLinf and Megatron that are dropped with a notice (`critic.` as `actor.`)"

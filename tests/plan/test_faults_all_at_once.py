@@ -148,7 +148,7 @@ def test_no_fault_that_only_a_default_makes(here: Path, changes: dict[str, Any],
         assert [str(e) for e in translated.errors] == [line] and translated.plan is None
 
 
-def test_keys_without_a_value_of_their_own_are_spoilt_too(here: Path) -> None:
+def test_keys_without_a_value_of_their_own_are_invalid_too(here: Path) -> None:
     """A reference that dangles, a misspelt key, a key in the wrong block, a refused word: SP may well be legal."""
     sp = {"actor__model__sequence_parallel": True}
     cases: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
@@ -178,7 +178,7 @@ def test_an_unknown_key_does_not_hide_what_it_cannot_mean(here: Path) -> None:
     assert [line.split("=")[0] for line in found] == [f"{O}learning_rat", f"{M}sequence_parallel"]
 
 
-def test_what_refers_to_a_spoilt_key_is_spoilt(here: Path) -> None:
+def test_what_refers_to_a_invalid_key_is_invalid(here: Path) -> None:
     """lr_decay_iters is 5 because max_steps is 0.5: that 10 steps of warm-up do not fit in is no fault of theirs."""
     changes = {"runner__max_steps": 0.5, "actor__lr_sched__lr_decay_iters": "${multiply:${runner.max_steps},10}"}
     (line,) = lines(write(here, **changes), 1)
@@ -186,7 +186,7 @@ def test_what_refers_to_a_spoilt_key_is_spoilt(here: Path) -> None:
 
 
 def test_a_rule_of_rlinf_beside_a_type_fault(here: Path) -> None:
-    """RLinf's own rules are a later stage too; those that read the spoilt key stay away."""
+    """RLinf's own rules are a later stage too; those that read the invalid key stay away."""
     rl = {"actor__training_backend": "megatron", "data__type": "vlm", "data__train_data_paths": [], "actor__seed": 0}
     found = translate(write(here, actor__optim__lr=-1, **rl))
     assert [e.key for e in found.errors] == [f"{O}lr", f"{L}start_weight_decay", f"{L}end_weight_decay", "actor.seed"]
@@ -216,7 +216,7 @@ def test_convert_and_train_exit_with_2_and_all_lines(
     assert not (here / "results").exists()
 
 
-def test_train_without_num_procs_where_a_degree_is_spoilt(here: Path) -> None:
+def test_train_without_num_procs_where_a_degree_is_invalid(here: Path) -> None:
     """The world is unknown then; what does not depend on it is told."""
     path = write(here, actor__model__pipeline_model_parallel_size="x", actor__model__tensor_model_parallel_size=3)
     with pytest.raises(ConfigErrors) as caught:

@@ -44,10 +44,10 @@ class FlashAttnKernel(VarlenKernel):
     name = "flash_attn"
 
     def __init__(self) -> None:
-        found = package_functions()
-        if isinstance(found, str):
-            raise ValueError(found or "no flash_attn package is installed")
-        self._forward, self._backward = found
+        result = package_functions()
+        if isinstance(result, str):
+            raise ValueError(result or "no flash_attn package is installed")
+        self._forward, self._backward = result
 
     def varlen_forward(
         self, flat: Sequence[Tensor], offsets: Offsets, call: VarlenCall, scale: float

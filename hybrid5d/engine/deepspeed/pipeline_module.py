@@ -1,4 +1,4 @@
-"""DeepSpeed's PipelineModule, told exactly where to cut and handed the micro-batch beside the hidden state."""
+"""DeepSpeed's PipelineModule, cut exactly where the plan says and handed the micro-batch beside the hidden state."""
 
 from __future__ import annotations
 
