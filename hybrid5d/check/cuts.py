@@ -12,7 +12,7 @@ AXES = ("dp", "pp", "cp", "sp", "tp")  # the order in which they are tried at 1:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Degrees:
     """A layout with what else cuts: `sp` rides on tp; `ulysses` is the degree that exchanges heads (1: none does)."""
 
     layout: ParallelLayout
@@ -29,11 +29,11 @@ class Cut:
         """What is cut, in the order of AXES."""
         return tuple(a for a in AXES if (self.sp if a == "sp" else getattr(self.layout, a) > 1))
 
-    def without(self, axes: Iterable[str]) -> Cut:
+    def without(self, axes: Iterable[str]) -> Degrees:
         """The same with these axes at 1; sp ends with tp."""
         gone = set(axes)
         layout = replace(self.layout, **dict.fromkeys(gone - {"sp"}, 1))
-        return Cut(layout, self.sp and not gone & {"sp", "tp"}, 1 if "cp" in gone else self.ulysses)
+        return Degrees(layout, self.sp and not gone & {"sp", "tp"}, 1 if "cp" in gone else self.ulysses)
 
     def __str__(self) -> str:
         degrees = (("tp", self.layout.tp), ("cp", self.layout.cp), ("dp", self.layout.dp), ("pp", self.layout.pp))
@@ -41,16 +41,16 @@ class Cut:
         return " x ".join(f"{a} {n}{sp if a == 'tp' else ''}" for a, n in degrees if n > 1) or "one rank"
 
 
-def project(cut: Cut) -> Cut:
+def project(cut: Degrees) -> Degrees:
     """Every axis at 2; a cp that exchanges heads inside and runs a ring outside at 4."""
     axes = {a: min(2, getattr(cut.layout, a)) for a in ("tp", "pp", "dp")}
     cp, ulysses = cut.layout.cp, cut.ulysses
     if 1 < ulysses < cp:
-        return Cut(ParallelLayout(cp=4, **axes), cut.sp, 2)
-    return Cut(ParallelLayout(cp=min(2, cp), **axes), cut.sp, min(2, ulysses))
+        return Degrees(ParallelLayout(cp=4, **axes), cut.sp, 2)
+    return Degrees(ParallelLayout(cp=min(2, cp), **axes), cut.sp, min(2, ulysses))
 
 
-def parts(cut: Cut, ranks: int) -> list[Cut]:
+def parts(cut: Degrees, ranks: int) -> list[Degrees]:
     """The cut where `ranks` suffice; else the cuts with as many of its axes as they allow, each axis in one at least.
 
     Raises:
@@ -61,7 +61,7 @@ def parts(cut: Cut, ranks: int) -> list[Cut]:
     whole = [a for a in cut.axes if a != "sp"]
     if missing := [a for a in whole if getattr(cut.layout, a) > ranks]:
         raise ValueError(f"{missing[0]} needs {getattr(cut.layout, missing[0])} ranks")
-    result: list[Cut] = []
+    result: list[Degrees] = []
     for count in range(len(whole) - 1, 0, -1):
         for kept in combinations(whole, count):
             part = cut.without(set(whole) - set(kept))

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hybrid5d.check.compare import Comparison, outside
-from hybrid5d.check.cuts import Cut
+from hybrid5d.check.cuts import Degrees
 
 
-def trial_facts(cut: Cut, comparison: Comparison | None, faults: Sequence[str]) -> dict[str, Any]:
+def trial_facts(cut: Degrees, comparison: Comparison | None, faults: Sequence[str]) -> dict[str, Any]:
     """One layout's numbers beside those of one process."""
     facts: dict[str, Any] = {"layout": str(cut), "ranks": cut.world, "equal": not faults, "faults": list(faults)}
     if comparison is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from hybrid5d.check.cuts import Cut
+from hybrid5d.check.cuts import Degrees
 from hybrid5d.config import tree as trees
 from hybrid5d.config.schema import RL_TASKS, RunConfig
 from hybrid5d.errors import ConfigError
@@ -51,7 +51,7 @@ def refusals(plan: RunPlan) -> list[ConfigError]:
     return errors
 
 
-def cut_of(plan: RunPlan) -> Cut:
+def cut_of(plan: RunPlan) -> Degrees:
     """The run's own layout."""
     model, layout = plan.config.actor.model, plan.layout
     assert plan.model is not None
@@ -60,7 +60,7 @@ def cut_of(plan: RunPlan) -> Cut:
     ulysses = ulysses_degree(model.cp_comm_type, sizes, heads, layout.tp, layout.cp, node)
     if model.cp_comm_type == "a2a":
         ulysses = layout.cp
-    return Cut(layout, plan.sequence_parallel, ulysses)
+    return Degrees(layout, plan.sequence_parallel, ulysses)
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,11 @@ class Small:
     """
 
     plan: RunPlan
-    cut: Cut
+    cut: Degrees
     model: dict[str, Any]
     rows: int
 
-    def tree(self, cut: Cut, folder: str) -> dict[str, Any]:
+    def tree(self, cut: Degrees, folder: str) -> dict[str, Any]:
         """The YAML of one layout. The model and the rows lie in `folder`."""
         return _run(self, cut, folder)
 
@@ -92,7 +92,7 @@ class Small:
         return self.plan.config.data.packing == "documents"
 
 
-def shrink(plan: RunPlan, cut: Cut) -> Small:
+def shrink(plan: RunPlan, cut: Degrees) -> Small:
     """The small run whose widest layout is `cut`."""
     micro = min(plan.batch.micro_batch_size, 2)
     return Small(plan, cut, _model(plan, cut), micro * _micro_batches(plan, cut.layout.pp) * cut.layout.dp)
@@ -124,7 +124,7 @@ def _end_layers(plan: RunPlan, name: str) -> int | None:
     return 0 if given == 0 else 1 if given <= mean else 3
 
 
-def _heads(plan: RunPlan, cut: Cut) -> tuple[int, int]:
+def _heads(plan: RunPlan, cut: Degrees) -> tuple[int, int]:
     """(query heads, kv heads): the fewest in the run's ratio that tp and the exchange cut as they cut the run's."""
     spec, own = plan.model, cut_of(plan)
     assert spec is not None
@@ -146,7 +146,7 @@ def _heads(plan: RunPlan, cut: Cut) -> tuple[int, int]:
     return ratio * kv, kv
 
 
-def _model(plan: RunPlan, cut: Cut) -> dict[str, Any]:
+def _model(plan: RunPlan, cut: Degrees) -> dict[str, Any]:
     spec = plan.model
     assert spec is not None
     text = {k: v for k, v in text_part(spec.raw).items() if k not in _UNSHARED}
@@ -185,7 +185,7 @@ def _windows(spec: ModelSpec, text: dict[str, Any], layers: int) -> dict[str, An
     return changed
 
 
-def _run(small: Small, cut: Cut, folder: str) -> dict[str, Any]:
+def _run(small: Small, cut: Degrees, folder: str) -> dict[str, Any]:
     tree = trees.copied(small.plan.config.to_tree())
     runner, data, defaults = tree["runner"], tree["data"], RunConfig().to_tree()
     for block in ("cluster", "algorithm", "critic", "rollout", "reward"):
@@ -200,7 +200,7 @@ def _run(small: Small, cut: Cut, folder: str) -> dict[str, Any]:
     return tree
 
 
-def _actor(small: Small, actor: dict[str, Any], cut: Cut, folder: str) -> dict[str, Any]:
+def _actor(small: Small, actor: dict[str, Any], cut: Degrees, folder: str) -> dict[str, Any]:
     model, optim, layout = actor["model"], actor["optim"], cut.layout
     actor.update(tokenizer={}, lr_sched={}, global_batch_size=small.rows)
     actor["micro_batch_size"] = min(actor["micro_batch_size"], 2)
@@ -279,4 +279,4 @@ def _smaller_numbers(small: Small) -> Iterator[str]:
 
 def alone(small: Small, folder: str) -> dict[str, Any]:
     """The YAML of the small run on one rank."""
-    return small.tree(Cut(ParallelLayout()), folder)
+    return small.tree(Degrees(ParallelLayout()), folder)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid5d.check.compare import Comparison, Trace, compare
-from hybrid5d.check.cuts import Cut
+from hybrid5d.check.cuts import Degrees
 from hybrid5d.check.observe import RankRun, joined, train
 from hybrid5d.check.ranks import RankFailure, run_ranks
 from hybrid5d.check.reference import Recipe, hf_model, reference, save_model
@@ -35,7 +35,7 @@ Prepare = Callable[[], None]  # runs in each rank before its engine is built
 class Trial:
     """One layout's training beside one process. It may not get as far as a comparison: `failure` says why."""
 
-    cut: Cut
+    cut: Degrees
     comparison: Comparison | None = None
     failure: str = ""
 
@@ -83,17 +83,17 @@ class Bench:
     folder: str
     prepare: Prepare | None = None
     progress: Callable[[str], None] = lambda _: None
-    done: dict[Cut, Trial] = field(default_factory=dict)
+    done: dict[Degrees, Trial] = field(default_factory=dict)
     token_mean: Trace | None = None
 
-    def trial(self, cut: Cut) -> Trial:
+    def trial(self, cut: Degrees) -> Trial:
         """Train one layout, once."""
         if cut not in self.done:
             self.progress(f"training {cut} on {cut.world} rank{'s' if cut.world > 1 else ''}")
             self.done[cut] = self._train(cut)
         return self.done[cut]
 
-    def _train(self, cut: Cut) -> Trial:
+    def _train(self, cut: Degrees) -> Trial:
         tree = self.small.tree(cut, self.folder)
         try:
             got = joined(run_ranks(cut.world, train_rank, tree, cut.world, self.prepare, timeout=TIMEOUT))
@@ -101,7 +101,7 @@ class Bench:
         except (RankFailure, ValueError) as exc:
             return Trial(cut, failure=str(exc))
 
-    def wanted(self, tree: dict[str, Any], cut: Cut) -> Trace:
+    def wanted(self, tree: dict[str, Any], cut: Degrees) -> Trace:
         """What one process does with the same rows; with a mean over micro-batches, the layout's micro-batches."""
         if self.small.plan.config.actor.loss_normalization == "micro_batch":
             return self._reference(micro_batches(tree, cut), "micro_batch")
@@ -140,7 +140,7 @@ def rows(tree: dict[str, Any]) -> list[list[Any]]:
     return [[row for micro in batch.micro_batches for row in micro] for batch in loader_from_plan(plan, 0)]
 
 
-def micro_batches(tree: dict[str, Any], cut: Cut) -> list[list[Any]]:
+def micro_batches(tree: dict[str, Any], cut: Degrees) -> list[list[Any]]:
     """The micro-batches of each step on all dp ranks, the documents of each as one tuple."""
     plan = build_plan(RunConfig.model_validate(tree), cut.world)
     ranks = [loader_from_plan(plan, dp) for dp in range(cut.layout.dp)]
@@ -152,7 +152,7 @@ def micro_batches(tree: dict[str, Any], cut: Cut) -> list[list[Any]]:
 
 def verify(
     small: Small,
-    cuts: Sequence[Cut],
+    cuts: Sequence[Degrees],
     prepare: Prepare | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Verdict:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hybrid5d.check.cuts import Cut, parts, project
+from hybrid5d.check.cuts import Degrees, parts, project
 from hybrid5d.check.shrink import Small, cut_of, differences, refusals, shrink
 from hybrid5d.cli.options import Format, Overrides, Run, WorldSize, check_format, refuse
 from hybrid5d.console import say
@@ -62,7 +62,7 @@ def check(
     raise typer.Exit(0 if verdict.equal else EXIT_FAILED)
 
 
-def _introduction(plan: RunPlan, small: Small, cuts: Sequence[Cut]) -> list[str]:
+def _introduction(plan: RunPlan, small: Small, cuts: Sequence[Degrees]) -> list[str]:
     own = cut_of(plan)
     head = f"{own} ({own.world} process{'es' if own.world > 1 else ''}), {plan.precision.dtype}, ZeRO {plan.zero_stage}"
     lines = [head, "What is trained here differs from the run in:"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hybrid5d.check.cuts import Cut, parts, project
+from hybrid5d.check.cuts import Degrees, parts, project
 from hybrid5d.check.reference import hf_model
 from hybrid5d.check.shrink import Small, cut_of, differences, shrink
 from hybrid5d.config.schema import RunConfig
@@ -83,7 +83,7 @@ def test_every_part_is_a_legal_run_of_the_same_batch(tmp_path: Path, method: str
     assert all(cut.world <= ranks for cut in cuts)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(small.model))
-    for cut in [*cuts, Cut(ParallelLayout())]:
+    for cut in [*cuts, Degrees(ParallelLayout())]:
         plan = build_plan(RunConfig.model_validate(small.tree(cut, str(tmp_path))), cut.world, "translate")
         assert plan.layout == cut.layout and plan.batch.global_batch_size == small.rows
         assert plan.sequence_parallel == cut.sp
@@ -112,8 +112,8 @@ def test_what_is_smaller_is_said(tmp_path: Path) -> None:
 
 
 def test_a_hybrid_stays_one() -> None:
-    wide = Cut(ParallelLayout(cp=16, tp=8, dp=64), True, 4)
-    assert project(wide) == Cut(ParallelLayout(cp=4, tp=2, dp=2), True, 2)
+    wide = Degrees(ParallelLayout(cp=16, tp=8, dp=64), True, 4)
+    assert project(wide) == Degrees(ParallelLayout(cp=4, tp=2, dp=2), True, 2)
     found = [str(cut) for cut in parts(project(wide), 8)]
     assert found == ["cp 4 x dp 2", "tp 2 + sp x dp 2", "tp 2 + sp x cp 4"]
     with pytest.raises(ValueError, match="cp needs 4 ranks"):
