@@ -337,7 +337,8 @@ def test_a_resumed_run_goes_on_and_the_actor_waits(tmp_path: Path, folders: dict
         "critic": {"use_critic_model": True, "model": {f"pipeline{M}": 2}, "optim": {"lr": 0.02}, "lr_sched": falling},
     }  # fmt: skip
     for name, parts in (("whole", [4]), ("broken", [1, 3, 4])):
-        config["runner"]["experiment_name"] = name
+        behind = name == "broken"  # saved while training goes on, copies compared: nothing else changes
+        config["runner"] |= {"experiment_name": name, "async_save": behind, "check_replicas_every": 1 if behind else -1}
         for steps in parts:
             run_ranks(2, _run, config, steps)
     whole, broken = (
@@ -356,10 +357,11 @@ def test_a_resumed_run_goes_on_and_the_actor_waits(tmp_path: Path, folders: dict
     says = [json.loads((root / f"global_step_{k}/{part}/manifest.json").read_text())
             for k, part in ((2, "actor"), (2, "critic"), (4, "actor"), (4, "critic"))]  # fmt: skip
     assert [m["step"] for m in says] == [0, 4, 4, 8] and "score.weight" in says[1]["tensors"]
+    assert says[0]["id"] == says[1]["id"] and says[0]["follows"] == says[1]["follows"] != ""
     start = load_file(folders["llama"] / "model.safetensors")["model.norm.weight"]
     shard = load_file(root / "global_step_2/actor/model-pp00-tp00.safetensors")
     assert torch.equal(shard["weight/model.norm.weight"], start)
-    config["runner"]["experiment_name"] = "poisoned"
+    config["runner"] |= {"experiment_name": "poisoned", "check_replicas_every": -1}
     with pytest.raises(
         RankFailure, match=r"step 1: actor: loss nan.*; critic: loss nan.*actor\.optim\.lr and critic\.optim\.lr"
     ):
