@@ -145,7 +145,7 @@ def test_background_saves_that_fail_are_said_at_a_later_step_with_the_rank(tmp_p
 
 
 def _slow_disk(rank: int, path: str, words: tuple[str, ...], leave: str) -> dict[str, Any]:
-    """Trains; rank 1 writes slowly. `leave`: how the run ends, in step 3."""
+    """Trains; rank 1 writes slowly. `leave`: how the run ends, in step 3 (or in 2, whose save was begun)."""
     import torch
 
     from hybrid5d.engine.engine import Engine
@@ -164,7 +164,7 @@ def _slow_disk(rank: int, path: str, words: tuple[str, ...], leave: str) -> dict
     told: list[str] = []
     tracked: list[tuple[int, dict[str, float]]] = []
     train_batch, asked = Engine.train_batch, Requests.asked.fget  # type: ignore[attr-defined]
-    steps = [0]
+    steps, at = [0], {"stop": 3, "stop at its step": 2}.get(leave)
 
     def counted(self: Any, batch: Any) -> Any:
         steps[0] = self.global_step + 1
@@ -173,7 +173,7 @@ def _slow_disk(rank: int, path: str, words: tuple[str, ...], leave: str) -> dict
         return train_batch(self, batch)
 
     def stop(self: Any) -> Request:
-        return Request.STOP if leave == "stop" and steps[0] == 3 and rank == 0 else asked(self)
+        return Request.STOP if steps[0] == at and rank == 0 else asked(self)
 
     Engine.train_batch, Requests.asked = counted, property(stop)  # type: ignore[assignment, method-assign]
     Console.say = lambda self, text: told.append(text)  # type: ignore[method-assign]
@@ -185,7 +185,7 @@ def _slow_disk(rank: int, path: str, words: tuple[str, ...], leave: str) -> dict
 _slow_disk.needs_group = True  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("leave", ["end", "stop", "numbers"])
+@pytest.mark.parametrize("leave", ["end", "stop", "stop at its step", "numbers"])
 def test_every_way_out_waits_for_a_save_that_is_being_written(tmp_path: Path, leave: str) -> None:
     path, root = str(write_run(tmp_path / "a")), tmp_path / "a" / "run" / "checkpoints"
     words = ("runner.save_interval=2", "runner.keep_last=1", TP2, ASYNC)
@@ -194,16 +194,16 @@ def test_every_way_out_waits_for_a_save_that_is_being_written(tmp_path: Path, le
             run_ranks(2, _slow_disk, path, words, leave)
     else:
         result, _ = run_ranks(2, _slow_disk, path, words, leave)
-        assert result["exit_code"] == (3 if leave == "stop" else 0)
+        assert result["exit_code"] == (0 if leave == "end" else 3)
         saved = [int(line.rpartition("_")[2]) for line in result["told"] if line.startswith("checkpoint: ")]
-        assert saved == ([2, 3] if leave == "stop" else [2, 4])
+        assert saved == {"end": [2, 4], "stop": [2, 3], "stop at its step": [2]}[leave]
         assert any(line.startswith("waited ") and "for the checkpoint of step 2" in line for line in result["told"])
         seconds = [(step, v) for step, v in result["tracked"] if "save/seconds" in v]
         assert [step for step, _ in seconds] == saved
         for _, values in seconds:
             assert values["save/seconds"] > values["save/blocked_seconds"] > 0
             assert values["save/bytes"] == sum(p.stat().st_size for p in root.rglob("*.safetensors"))
-    newest = {"end": 4, "stop": 3, "numbers": 2}[leave]
+    newest = {"end": 4, "stop": 3}.get(leave, 2)
     assert {p.name for p in root.iterdir()} == {f"global_step_{newest}", "latest"}
 
 
