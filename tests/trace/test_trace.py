@@ -101,6 +101,18 @@ def test_pieces_fill_the_step_and_add_up(run: Path) -> None:
     assert [sum(rank.values()) for rank in ms] == [100, 100]
 
 
+def test_a_wait_across_instructions_counts_in_each(tmp_path: Path) -> None:
+    """And the second receive waits for the second send."""
+    calls = [["recv", 0, 64, 1, 0, 0, 8, 45], ["recv", 0, 96, 1, 0, 0, 50, 79]]  # sent at 40 and 65
+    mine = {"work": [["F", 0, 0, 0, 10], ["X", 0, 0, 10, 90]], "calls": calls}
+    run = write(tmp_path / "a", document(0, mine), document(1, RANK_1))
+    found = [(p.start // MS, p.end // MS, p.kind) for p in pieces_of(read_trace(run), 4)[0]]
+    assert found == [
+        (0, 8, "forward"), (8, 10, "waiting"), (10, 40, "waiting"), (40, 45, "communication"), (45, 50, "backward"),
+        (50, 65, "waiting"), (65, 79, "communication"), (79, 90, "backward"), (90, 100, "other"),
+    ]  # fmt: skip
+
+
 def test_numbers_of_a_run(run: Path) -> None:
     found = summary(read_trace(run))
     assert (found.step_seconds, found.tokens_per_second) == (0.1, 500)
@@ -182,6 +194,8 @@ def test_refusals(tmp_path: Path, run: Path) -> None:
 
     half = write(tmp_path / "half", document(0, RANK_0), document(1, RANK_1))
     (half / "trace" / "rank-1.json").write_text('{"format": 1, "id": 17')
+    twice = write(tmp_path / "twice", document(0, RANK_0), document(1, RANK_1))
+    (twice / "trace" / "rank-1.json").write_bytes((twice / "trace" / "rank-0.json").read_bytes())
     strange = document(0, {"work": [], "calls": [["recv", 9, 1, 1, 1, 1, 1, 1]]})
     for words, said in (
         ((tmp_path / "none",), "no trace in it. Fix: train with runner.trace_steps"),
@@ -189,6 +203,7 @@ def test_refusals(tmp_path: Path, run: Path) -> None:
         ((half,), "rank-1.json: not a whole trace"),
         ((changed("start", id=18),), "of another start of the run than rank 0's"),
         ((changed("place", layout={"pp": 1, "dp": 2, "cp": 1, "tp": 1}),), "of another start"),
+        ((twice,), "rank-1.json: of another start"),
         ((changed("later", format=2),), "format 2, this version reads 1"),
         ((write(tmp_path / "odd", strange, document(1, RANK_1)),), "not as hybrid5d writes it"),
         ((run, "--out", tmp_path / "x.png"), "ends with .html"),
