@@ -6,9 +6,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUN ?= examples/quickstart.yaml
 PROCS ?= 8
-# Tests run two at a time: while one waits for a launcher or for ranks to meet, the other computes.
+# Tests run two at a time: while one waits for a launcher or for ranks to meet, the other computes. test-full is all
+# cases of many ranks, which are slower in pairs.
 WORKERS ?= 2
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 SEED ?= 1
 SEEDS = data.seed=$(SEED) actor.seed=$(SEED)
 # DeepSpeed's launcher starts N processes whatever it finds; this tells it not to look for GPUs where there are none.
@@ -43,10 +43,10 @@ smoke: $(STAMP) ## 20 steps of it
 	$(BIN)/python -m tests.smoke results/smoke
 
 test: $(STAMP) ## the test suite; every pair of (tp, pp, cp, dp, sp, zero, ...) trains against one process
-	$(PYTEST) -m "not full"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not full"
 
 test-full: $(STAMP) ## what make test leaves out: every triple, every layout of up to 8 ranks, all of SmolLM2
-	$(PYTEST) -m full
+	$(BIN)/python -m pytest -m full
 
 test-all: test test-full ## both
 

@@ -57,7 +57,10 @@ def installed(name):
         return False
 
 
-@pytest.mark.parametrize("name", PEERS)
+QUICK = {"torch-zero1", "deepspeed-1f1b"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(p, marks=() if p in QUICK else pytest.mark.full) for p in PEERS])
 def test_a_peer_trains_as_the_plain_loop(folder, plain, name):
     if name.startswith("megatron") and not installed("megatron-core"):
         pytest.skip("megatron-core comes with `make benchmarks`")

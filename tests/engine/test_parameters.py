@@ -74,7 +74,7 @@ def test_frozen_parameters_stay_bitwise(layout: Layout, pattern: str, folders: d
         assert np.array_equal(got.weights[name], value)
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.full), 1])
 @pytest.mark.parametrize(
     "layers,keys",
     [(3, {}), (2, {}), (3, {"decoder_first_pipeline_num_layers": 0}), (4, {"decoder_last_pipeline_num_layers": 0})],

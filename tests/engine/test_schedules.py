@@ -60,6 +60,7 @@ def test_any_number_of_micro_batches_another_one_each_step(schedule: str, folder
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", SPLIT)
 def test_with_the_other_axes_recomputation_and_uneven_stages(schedule: str, folders: dict[str, Path]) -> None:
     """P05 (p 1 has no stage before it), P14 (one norm over chunks and axes, clipped), P15."""

@@ -59,7 +59,7 @@ def test_the_verb_passes_the_devices_on(tmp_path: Path, monkeypatch: pytest.Monk
         assert [s["index"] for s in seen] == ["0", "1"]
 
 
-@pytest.mark.parametrize("devices", ["4,5", ""])
+@pytest.mark.parametrize("devices", ["4,5", pytest.param("", marks=pytest.mark.full)])
 def test_torchrun_and_accelerate_leave_the_devices_alone(tmp_path: Path, devices: str) -> None:
     module = ["--module", "tests.launch.print_env"]
     torchrun = [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", str(free_port())]

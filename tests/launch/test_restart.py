@@ -49,6 +49,7 @@ def test_only_a_whole_checkpoint_is_progress(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.full
 def test_a_killed_run_goes_on_and_a_stopped_one_does_not(tmp_path: Path) -> None:
     """One process: SIGKILL after a checkpoint, and every step is there once; then SIGTERM: code 3, no other start."""
     path, run = write_run(tmp_path / "a"), tmp_path / "a" / "run"

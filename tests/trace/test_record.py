@@ -85,7 +85,12 @@ def passes(step: RankStep) -> list[str]:
     return [name_of(work, 2) for work in step.work if work.op in PASSES]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+QUICK = {"1f1b", "zbv"}
+
+
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(s, marks=() if s in QUICK else pytest.mark.full) for s in SCHEDULES]
+)
 def test_a_pipeline_runs_its_program_and_sends_what_it_must(
     schedule: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
