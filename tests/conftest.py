@@ -20,9 +20,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With `-n`, a file's tests share a worker, for its fixtures and ports; the cases of the big matrix stand alone."""
-    for item in items:
+    for item in items if config.pluginmanager.hasplugin("xdist") else ():
         if item.path.stem != "test_equivalence":
             item.add_marker(pytest.mark.xdist_group(str(item.path)))
 

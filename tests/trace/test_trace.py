@@ -129,6 +129,20 @@ def test_numbers_of_a_run(run: Path) -> None:
     assert rows["pp", "all_reduce"] == pytest.approx((1, 8, (1 + 2) / 2, 1))
 
 
+def test_a_stages_seconds_are_the_mean_of_its_ranks(tmp_path: Path) -> None:
+    """tp 2 x pp 2, two equal pipelines."""
+    layout = {"pp": 2, "dp": 1, "cp": 1, "tp": 2}
+
+    def of(rank: int, found: dict[str, Any]) -> dict[str, Any]:
+        groups = [{"name": name, "ranks": [rank % 2, rank % 2 + 2]} for name in "ab"]
+        return document(rank, found, layout=layout, groups=groups)
+
+    run = write(tmp_path / "a", of(0, RANK_0), of(1, RANK_0), of(2, RANK_1), of(3, RANK_1))
+    found = summary(read_trace(run))
+    assert [(s.stage, s.ranks) for s in found.stages] == [(0, (0, 1)), (1, (2, 3))]
+    assert [s.seconds for s in found.stages] == pytest.approx([0.045, 0.049])
+
+
 def test_terminal_json_and_perfetto(run: Path) -> None:
     done = hybrid5d("trace", run)
     assert done.returncode == 0, done.stderr
