@@ -11,9 +11,8 @@ from typing import Any
 from hybrid5d.errors import HybridError
 from hybrid5d.plan.layout import AXES, ParallelLayout
 from hybrid5d.plan.pipeline import Schedule
-from hybrid5d.train.run_folder import TRACE
+from hybrid5d.train.run_folder import TRACE, TRACE_FORMAT, trace_file
 
-FORMAT = 1
 PASSES = "FXBW"  # instructions of a schedule; the others are the step's own
 
 
@@ -101,19 +100,16 @@ def read_trace(folder: Path) -> Trace:
     for rank, file in enumerate(files):
         same = ("id", "layout", "schedule")
         if any(file[k] != first[k] for k in same) or file["rank"] != rank or _numbers(file) != _numbers(first):
-            raise HybridError(f"{place / _file(rank)}: of another start of the run than rank 0's. Fix: trace it again")
+            path = place / trace_file(rank)
+            raise HybridError(f"{path}: of another start of the run than rank 0's. Fix: trace it again")
     try:
         return _trace(str(folder), files)
     except (KeyError, TypeError, ValueError, IndexError) as exc:
         raise HybridError(f"{place}: not as hybrid5d writes it ({type(exc).__name__}: {exc})") from None
 
 
-def _file(rank: int) -> str:
-    return f"rank-{rank}.json"
-
-
 def _read(place: Path, rank: int, missing: str) -> dict[str, Any]:
-    path = place / _file(rank)
+    path = place / trace_file(rank)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         version = found["format"]
@@ -124,8 +120,8 @@ def _read(place: Path, rank: int, missing: str) -> dict[str, Any]:
         raise HybridError(f"{path}: cannot be read: {exc.strerror}") from None
     except (ValueError, KeyError, TypeError):
         raise HybridError(f"{path}: not a whole trace. Fix: trace the run again") from None
-    if version != FORMAT:
-        raise HybridError(f"{path}: format {version!r}, this version reads {FORMAT}")
+    if version != TRACE_FORMAT:
+        raise HybridError(f"{path}: format {version!r}, this version reads {TRACE_FORMAT}")
     return found  # type: ignore[no-any-return]
 
 
@@ -137,7 +133,7 @@ def _layout(file: Mapping[str, Any]) -> ParallelLayout:
     try:
         return ParallelLayout(**file["layout"])
     except (TypeError, ValueError) as exc:
-        raise HybridError(f"{TRACE}/{_file(0)}: not as hybrid5d writes it ({exc})") from None
+        raise HybridError(f"{TRACE}/{trace_file(0)}: not as hybrid5d writes it ({exc})") from None
 
 
 def axis_of(layout: ParallelLayout, ranks: Sequence[int]) -> str:

@@ -31,6 +31,12 @@ ENV, METRICS, EVALS, RESULT, CHECKPOINTS, HF, TRACE = (
     "env.json", "metrics.jsonl", "eval.jsonl", "result.json", "checkpoints", "hf", "trace",
 )  # fmt: skip
 _PREVIOUS, ASIDE = "result.previous.json", "earlier-"
+TRACE_FORMAT = 1  # of the files in `trace/`
+
+
+def trace_file(rank: int) -> str:
+    """Name of a rank's file in `trace/`."""
+    return f"rank-{rank}.json"
 
 
 class RunFolder:

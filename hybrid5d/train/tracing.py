@@ -17,14 +17,7 @@ from hybrid5d.files import write_whole
 from hybrid5d.parallel.agree import gather_objects, world_axis
 from hybrid5d.parallel.watch import clock_offset
 from hybrid5d.train.metrics import Console
-from hybrid5d.train.run_folder import TRACE, RunFolder
-
-FORMAT = 1
-
-
-def file_of(rank: int) -> str:
-    """Name of a rank's file."""
-    return f"rank-{rank}.json"
+from hybrid5d.train.run_folder import TRACE, TRACE_FORMAT, RunFolder, trace_file
 
 
 class Tracer:
@@ -73,7 +66,7 @@ class Tracer:
         try:
             target.mkdir(parents=True, exist_ok=True)
             text = json.dumps(self._document(recorder, start), separators=(",", ":"))
-            write_whole(target / file_of(self.engine.ctx.rank), text)
+            write_whole(target / trace_file(self.engine.ctx.rank), text)
         except OSError as exc:
             told = f"{target}: cannot be written: {exc.strerror}"
         failed = [line for line in gather_objects(told, axis) if line]
@@ -86,7 +79,7 @@ class Tracer:
     def _document(self, recorder: Recorder, start: int) -> dict[str, Any]:
         plan, ctx = self.engine.plan, self.engine.ctx
         return {
-            "format": FORMAT,
+            "format": TRACE_FORMAT,
             "id": start,
             "rank": ctx.rank,
             "layout": {axis: getattr(plan.layout, axis) for axis in ("pp", "dp", "cp", "tp")},

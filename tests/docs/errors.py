@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hybrid5d.rlinf.keys import FOREIGN, MUST_BE_OFF
+from tests.docs.generated import write_or_compare
 from tests.docs.messages import Message, messages
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "errors.md"
@@ -146,19 +147,5 @@ def page() -> str:
     return "\n".join(lines).replace("\n\n\n", "\n\n").rstrip("\n") + "\n"
 
 
-def main() -> int:
-    """Print, write or compare."""
-    text = page()
-    if "--write" in sys.argv[1:]:
-        PAGE.write_text(text, encoding="utf-8")
-    elif "--check" in sys.argv[1:]:
-        same = PAGE.read_text(encoding="utf-8") == text
-        print(f"docs/{PAGE.name} is up to date" if same else f"docs/{PAGE.name}: run make errors-doc")
-        return int(not same)
-    else:
-        print(text, end="")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_compare(PAGE, page(), "errors-doc"))

@@ -12,6 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from tests.docs.generated import write_or_compare
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "python.md"
 # module -> names; empty: what it exports
 MODULES: dict[str, tuple[str, ...]] = {
@@ -113,19 +115,5 @@ def page() -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip("\n") + "\n"
 
 
-def main() -> int:
-    """Print, write or compare."""
-    text = page()
-    if "--write" in sys.argv[1:]:
-        PAGE.write_text(text, encoding="utf-8")
-    elif "--check" in sys.argv[1:]:
-        same = PAGE.read_text(encoding="utf-8") == text
-        print(f"docs/{PAGE.name} is up to date" if same else f"docs/{PAGE.name}: run make python-doc")
-        return int(not same)
-    else:
-        print(text, end="")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_compare(PAGE, page(), "python-doc"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ from hybrid5d.plan.traffic import stage_traffic
 from tests.engine_kit import Layout, build_engine, config_dict
 from tests.harness import run_ranks
 from tests.kit import COMMON, Recipe, hf_model, make_rows, save_model, step_batch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from memory import tensor_bytes
 
 LENGTH, VOCABULARY = 512, 1001
 SIZES = {
@@ -65,16 +70,6 @@ def priced(layout: Layout, folder: str, rows: int, length: int = LENGTH) -> Job:
     return job
 
 
-def _cpu_bytes(profile: Any) -> tuple[int, int]:
-    """(bytes left at the end, most at once) of the CPU tensors that were made under a profile."""
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return now, most
-
-
 def _allocate(rank: int, layout: Layout, folder: str, rows: int, length: int = LENGTH) -> int:
     """The most bytes of tensors alive in the second step, counted from before the model is built."""
     batch = make_rows(rows, length, VOCABULARY, ragged=False)
@@ -84,7 +79,7 @@ def _allocate(rank: int, layout: Layout, folder: str, rows: int, length: int = L
         engine.train_batch(mine)
     with torch.profiler.profile(profile_memory=True) as second:
         engine.train_batch(mine)
-    return _cpu_bytes(first)[0] + _cpu_bytes(second)[1]
+    return tensor_bytes(first)[0] + tensor_bytes(second)[1]
 
 
 @pytest.mark.parametrize("layout", cases(QUICK, REST), ids=str)

@@ -6,7 +6,6 @@ loss, copies that it counts once) is looked at here, and a step is refused by gi
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,11 +29,14 @@ END = 1 << 30  # after every decoder layer
 
 
 def finite(x: Tensor) -> bool:
-    """Whether all values are; one pass, nothing of x's size is allocated."""
-    if not x.numel() or not x.is_floating_point():
-        return True
-    low, high = torch.aminmax(x)
-    return math.isfinite(low) and math.isfinite(high)
+    """Whether all values are."""
+    return all_finite([x])
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether all values of all are; one pass, nothing of their size is allocated, the host waits once."""
+    ends = [end for x in tensors if x.numel() and x.is_floating_point() for end in torch.aminmax(x)]
+    return not ends or bool(torch.stack([end.double() for end in ends]).isfinite().all())
 
 
 def _gradients(optimizer: Any) -> list[Tensor]:
@@ -51,7 +53,7 @@ def refuse_not_finite(optimizer: Any, loss: Tensor, always: bool = False) -> Non
     Called when gradients are reduced, before they are clipped. `always`: skip it whatever they are.
     """
     gradients = _gradients(optimizer)
-    fine = finite(loss) and all(map(finite, gradients))
+    fine = all_finite([loss, *gradients])
     (refused,) = max_scalars([float(always or not fine)], world_axis(), loss.device)
     if refused:
         for gradient in gradients:
