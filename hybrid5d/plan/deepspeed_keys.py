@@ -94,7 +94,46 @@ FORBIDDEN: dict[str, str] = {
     "curriculum_learning": "",
     "data_efficiency": "",
     "disable_allgather": "",
+    "zero_optimization.zero_quantized_weights": "",
+    "zero_optimization.zero_quantized_nontrainable_weights": "",
+    "zero_optimization.zero_quantized_gradients": "",
 }
+
+_OFFLOAD = "hybrid5d's trainer offloads nothing (the translation to DeepSpeed does)"
+_CHECKPOINT = "checkpoints are written and read by hybrid5d, not by DeepSpeed"
+_RECOMPUTE = "recomputation is hybrid5d's, not DeepSpeed's"
+_TIMES = "DeepSpeed does not see every pass and collective of a hybrid5d run"
+# Keys that act in a DeepSpeed program of one's own, not in `hybrid5d train`: path -> (why, what to do).
+UNUSED: dict[str, tuple[str, str]] = {
+    "activation_checkpointing": (_RECOMPUTE, "set actor.model.recompute_granularity"),
+    "zero_optimization.offload_optimizer": (_OFFLOAD, "remove it"),
+    "zero_optimization.offload_param": (_OFFLOAD, "remove it"),
+    "zero_optimization.cpu_offload": (_OFFLOAD, "remove it"),
+    "zero_optimization.cpu_offload_param": (_OFFLOAD, "remove it"),
+    "zero_optimization.cpu_offload_use_pin_memory": (_OFFLOAD, "remove it"),
+    "zero_optimization.zenflow": (_OFFLOAD, "remove it"),
+    "aio": (_OFFLOAD, "remove it"),
+    "checkpoint": (_CHECKPOINT, "remove it"),
+    "datastates": (_CHECKPOINT, "set runner.async_save"),
+    "zero_optimization.elastic_checkpoint": (_CHECKPOINT, "remove it"),
+    "zero_optimization.pipeline_loading_checkpoint": (_CHECKPOINT, "remove it"),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": (_CHECKPOINT, "remove it"),
+    "zero_optimization.zero_hpz_partition_size": ("weights are cut over all of dp x cp", "remove it"),
+    "dataloader_drop_last": ("rows are dealt by hybrid5d's loader", "remove it"),
+    "compile": ("hybrid5d compiles nothing", "remove it"),
+    "pipeline.seed_layers": ("stages are hybrid5d's, their seed does not depend on the layout", "set actor.seed"),
+    "flops_profiler": (_TIMES, "use hybrid5d plan for FLOPs and runner.trace_steps for times"),
+    "comms_logger": (_TIMES, "use hybrid5d plan for bytes and runner.trace_steps for times"),
+}
+
+# Said, not refused: what is asked for happens, only not by DeepSpeed.
+GATHER_ON_SAVE = frozenset(
+    f"zero_optimization.{name}"
+    for name in (
+        "gather_16bit_weights_on_model_save", "stage3_gather_16bit_weights_on_model_save",
+        "stage3_gather_fp16_weights_on_model_save",
+    )
+)  # fmt: skip
 
 # "auto" of Hugging Face's Trainer: DeepSpeed's own default is meant, so the key is left out.
 AUTO_MEANS_DEFAULT = frozenset(

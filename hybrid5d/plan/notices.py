@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hybrid5d.config.schema import RunConfig
 from hybrid5d.plan.deepspeed_config import NO_OVERLAP, asked_zero_stage, offload_ratio
+from hybrid5d.plan.deepspeed_rules import gather_notices
 from hybrid5d.plan.draft import Draft
 from hybrid5d.plan.lr import DEFAULT_DECAY_STEPS, warmup_steps
 
@@ -18,6 +19,8 @@ def plan_notices(draft: Draft) -> tuple[str, ...]:
         )
     if config.actor.optim.overlap_grad_reduce and asked_zero_stage(config) < 2:
         notices.append(f"actor.optim.overlap_grad_reduce is not followed: {NO_OVERLAP}")
+    if not draft.translation:
+        notices += gather_notices(config.actor.deepspeed)
     notices += [*_schedule_notices(config), *_pipeline_notices(config)]
     if config.actor.model.recompute_granularity is None and config.actor.model.recompute_method is not None:
         notices.append("recompute_method without recompute_granularity: nothing is recomputed")

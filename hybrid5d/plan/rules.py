@@ -13,6 +13,7 @@ from hybrid5d.config.schema import MAX_RANKS, TRACKERS, ModelConfig, RunConfig
 from hybrid5d.errors import ConfigError, Rule, reads
 from hybrid5d.hf.folder import inspect_hf_folder, weights_wanted
 from hybrid5d.plan.deepspeed_config import asked_zero_stage
+from hybrid5d.plan.deepspeed_rules import unused
 from hybrid5d.plan.draft import Draft, ranks_per_node
 from hybrid5d.plan.lr import DEFAULT_DECAY_STEPS, warmup_steps
 from hybrid5d.plan.model import ModelNumbers
@@ -508,5 +509,5 @@ RULES: tuple[Rule[Draft], ...] = (
     retention, trace_steps, deepspeed_block,
 )  # fmt: skip
 RUN_RULES: tuple[Rule[Draft], ...] = (
-    data_type, reference, train_data, val_data, weights, tokenizer, resume, offload, loaded,
+    data_type, reference, train_data, val_data, weights, tokenizer, resume, offload, unused, loaded,
 )  # fmt: skip
