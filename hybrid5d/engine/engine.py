@@ -24,7 +24,7 @@ from hybrid5d.checkpoint.save import Save, Saved, begin_save
 from hybrid5d.checkpoint.state import TrainState
 from hybrid5d.context_parallel import choose_kernel
 from hybrid5d.data.types import Document, MicroBatch, StepBatch
-from hybrid5d.engine.collate import SequenceOptions, local_batch, valid_tokens
+from hybrid5d.engine.collate import SequenceOptions, local_batch, sequence_plan, valid_tokens
 from hybrid5d.engine.deepspeed.adapter import PipelineAdapter, PlainAdapter, build_adapter
 from hybrid5d.engine.deepspeed.distributed import current_device, transport
 from hybrid5d.engine.deepspeed.optimizer_state import OptimizerState, loss_scale
@@ -257,7 +257,13 @@ class Engine:
         return counts
 
     def _count(self, micro_batches: Sequence[MicroBatch], objective: Objective = SUPERVISED) -> Counts:
-        return count_tokens(micro_batches, self._spec.vocab_size, self.ctx, self.device, objective.rule.needs)
+        needs = objective.rule.needs
+        return count_tokens(micro_batches, self._spec.vocab_size, self.ctx, self.device, self._places, needs)
+
+    def _places(self, micro_batch: MicroBatch) -> int:
+        """Token places of a micro-batch over cp."""
+        plan = sequence_plan(micro_batch, self.ctx, self._options)
+        return plan.batch * plan.local_length * self.ctx.cp.size
 
     def _local(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LocalBatch]:
         size = self._spec.hidden_size
@@ -304,6 +310,7 @@ class Engine:
             "step_time_s": seconds,
             "peak_memory_bytes": int(peak),
             "rows_seen": batch.row_ids,
+            "padding": 1.0 - counts.tokens / counts.places if counts.places else 0.0,
             "metrics": metrics | dict(zip(memory, most)),
         }
 

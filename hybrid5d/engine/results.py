@@ -19,6 +19,7 @@ class BatchResult:
         peak_memory_bytes: largest peak over ranks since the step before (device memory on CUDA; on CPU resident set
             of the process).
         rows_seen: sample ids of the global batch.
+        padding: part of the computed token places, over all dp ranks, that hold no token of a real row.
         metrics: what the objective's rule reports: `means` over the global batch's valid tokens, `parts` of the loss
             averaged as the loss is.
     """
@@ -30,6 +31,7 @@ class BatchResult:
     step_time_s: float
     peak_memory_bytes: int
     rows_seen: tuple[int, ...]
+    padding: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
 
 

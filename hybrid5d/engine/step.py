@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -44,21 +44,26 @@ class Counts:
     Attributes:
         valid: with a label, over all dp ranks; tokens: of real rows, likewise.
         rows: documents that are no filling, over all dp ranks.
+        places: token places that are computed, padding and filling included, likewise.
         local, local_rows: with a label, and such documents, in each micro-batch of this dp rank.
     """
 
     valid: int
     tokens: int
     rows: int
+    places: int
     local: tuple[int, ...]
     local_rows: tuple[int, ...]
 
 
 def count_tokens(
     micro_batches: Sequence[MicroBatch], vocab_size: int, ctx: ParallelContext, device: torch.device,
-    needs: Sequence[str] = (),
+    places: Callable[[MicroBatch], int], needs: Sequence[str] = (),
 ) -> Counts:  # fmt: skip
     """Count what the loss is the mean of. One all-reduce over dp.
+
+    Args:
+        places: of a micro-batch that the model can take, all cp ranks together.
 
     Raises:
         DataError: on every rank, for a row of any that the model cannot take or that lacks a column of `needs`, and for
@@ -68,11 +73,12 @@ def count_tokens(
     local = () if fault else tuple(map(valid_tokens, micro_batches))
     local_rows = () if fault else tuple(map(real_rows, micro_batches))
     tokens = 0 if fault else sum(map(real_tokens, micro_batches))
-    mine = [sum(local), tokens, sum(local_rows), int(fault is not None)]
-    valid, tokens, rows, failed = sum_scalars(mine, ctx.dp, device)
+    computed = 0 if fault else sum(map(places, micro_batches))
+    mine = [sum(local), tokens, sum(local_rows), computed, int(fault is not None)]
+    valid, tokens, rows, computed, failed = sum_scalars(mine, ctx.dp, device)
     if failed:
         raise DataError(f"data: {fault or 'a row of another dp rank does not fit the model'}")
-    return Counts(valid, tokens, rows, local, local_rows)
+    return Counts(valid, tokens, rows, computed, local, local_rows)
 
 
 def _fault(micro_batch: MicroBatch, vocab_size: int, needs: Sequence[str]) -> str | None:

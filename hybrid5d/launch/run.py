@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from hybrid5d.console import say
 from hybrid5d.data.build import eval_loader_from_plan, loader_from_plan, tokenizer_name
 from hybrid5d.data.loader import EvalLoader, Loader
-from hybrid5d.errors import ConfigErrors
+from hybrid5d.errors import ConfigErrors, HybridError
 from hybrid5d.launch.env import LaunchEnv, environment, settle_environment, threads_per_rank
 from hybrid5d.launch.watch import Job
 from hybrid5d.plan.draft import Purpose
+from hybrid5d.plan.flops import model_line
 from hybrid5d.plan.job import played
 from hybrid5d.plan.run import RunPlan
 from hybrid5d.plan.trace_rules import trace_faults
@@ -81,9 +82,24 @@ def train(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | None)
     result = trainer.run()
     _barrier()
     if first:
+        if trainer.tracer.written and (line := measured_bubble(folder.path)):
+            say(line, sys.stdout)
         folder.write_result(result)
     _leave(job)
     return int(result["exit_code"])
+
+
+def measured_bubble(folder: Path) -> str | None:
+    """The traced steps' bubble beside the schedule's; None without a pipeline, or where the trace cannot be read."""
+    from hybrid5d.trace.files import read_trace
+    from hybrid5d.trace.summary import summary
+    from hybrid5d.trace.text import bubble_line
+
+    try:
+        found = summary(read_trace(folder))
+    except HybridError as exc:
+        return f"notice: the trace was not read: {exc}"
+    return bubble_line(found) if found.trace.schedule.stages > 1 else None
 
 
 def evaluate(job: Job, plan: RunPlan, notices: Sequence[str], run_dir: Path | None) -> int:
@@ -185,6 +201,8 @@ def introduction(plan: RunPlan, world_size: int, loader: Source | None, notices:
         lines.append(f"critic on the same processes: {_axes(critic)}, {numbers}")
     if plan.pipeline.stages > 1:
         lines.append(_pipeline(plan))
+    if model := model_line(plan):
+        lines.append(model)
     if loader is not None:
         lines.append(f"data: {loader.describe()}")
         if loader.total_steps is None:

@@ -8,10 +8,12 @@ and causal 6). The first two are model FLOPs: nothing that is computed again is 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from hybrid5d.hf.spec import ModelSpec
-from hybrid5d.plan.job import Job
-from hybrid5d.plan.tensors import layer_matmul
+from hybrid5d.plan.job import Job, spec_of
+from hybrid5d.plan.run import RunPlan
+from hybrid5d.plan.tensors import layer_matmul, tensors
 
 CONVENTIONS = ("causal", "full", "counter")
 ATTENTION = {"causal": 6.0, "full": 12.0, "counter": 14.0}  # times S x (heads x head size), a token and layer
@@ -75,3 +77,21 @@ def flops(job: Job) -> Flops:
     core = attention / 3 if job.recompute.granularity == "selective" else 0.0
     each["hardware"] = each["causal"] + part * layers / 3 + core
     return Flops("causal", each, {name: value * tokens for name, value in each.items()}, part)
+
+
+def model_line(plan: RunPlan) -> str | None:
+    """Parameters and FLOPs a token of the actor; None where the model's sizes are not known."""
+    spec, length = spec_of(plan), plan.config.row_length
+    if spec is None:
+        return None
+    count = sum(prod(t.shape) for t in tensors(spec))
+    line = f"model: {count:,} parameters"
+    return line if length is None else f"{line}, {flop(per_token(spec, length))} a token of rows of {length} (causal)"
+
+
+def flop(count: float) -> str:
+    """A number of FLOP with its unit, three digits."""
+    for power, unit in ((15, "PFLOP"), (12, "TFLOP"), (9, "GFLOP"), (6, "MFLOP")):
+        if count >= 10**power:
+            return f"{count / 10**power:.3g} {unit}"
+    return f"{count:.3g} FLOP"

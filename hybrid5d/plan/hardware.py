@@ -117,6 +117,13 @@ def load_hardware(name: str) -> Hardware:
     return _hardware(path.stem, whole)
 
 
+def hardware_of(device: str) -> Hardware | None:
+    """The machine of hardware.yaml that a card's name holds ("NVIDIA H100 80GB HBM3"); None where none does."""
+    words = device.lower().replace("-", " ").split()
+    name = next((name for name in parse_yaml(read_text(FILE), str(FILE))["machines"] if name in words), None)
+    return None if name is None else load_hardware(name)
+
+
 def _fault(key: str, value: Any) -> str | None:
     """Why a machine cannot have this value; everything that times are divided by must be above 0."""
     if key == "peak_tflops":

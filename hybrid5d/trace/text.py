@@ -18,7 +18,7 @@ def trace_text(found: Summary) -> str:
 
 def headline(found: Summary) -> list[str]:
     """The facts that come first, on the terminal and on the page."""
-    t, b, slow = found.trace, found.bubble, found.slowest
+    t, slow = found.trace, found.slowest
     axes = ", ".join(f"{axis} {getattr(t.layout, axis)}" for axis in ("tp", "cp", "dp", "pp"))
     ranks = f"rank{'s' if len(slow.ranks) > 1 else ''} {', '.join(map(str, slow.ranks))}"
     clocks = f", clocks of hosts aligned to {t.clock_error / 1e3:.0f} us" if t.clock_error else ""
@@ -29,12 +29,20 @@ def headline(found: Summary) -> list[str]:
     ]
     if t.schedule.stages > 1:
         lines += [
-            f"bubble {b.measured:.1%} measured; the schedule's is {b.planned:.1%} with equal stages, "
-            f"{b.at_measured_costs:.1%} with the measured mean of each pass",
+            bubble_line(found),
             f"slowest stage: {slow.stage} ({ranks}; {slow.decoder_layers} decoder layers), {slow.seconds * 1e3:.1f} ms "
             f"of computing a step, {slow.over_mean:.2f} times the mean",
         ]
     return lines
+
+
+def bubble_line(found: Summary) -> str:
+    """Measured beside planned."""
+    b = found.bubble
+    return (
+        f"bubble {b.measured:.1%} measured; the schedule's is {b.planned:.1%} with equal stages, "
+        f"{b.at_measured_costs:.1%} with the measured mean of each pass"
+    )
 
 
 def _steps(steps: Sequence[int]) -> str:

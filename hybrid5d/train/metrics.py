@@ -15,8 +15,8 @@ from hybrid5d.console import say
 from hybrid5d.engine.results import StepResult
 
 
-def step_record(result: StepResult) -> dict[str, Any]:
-    """One line of metrics.jsonl. Tokens are counted once, whatever the layout."""
+def step_record(result: StepResult, mfu: float | None = None) -> dict[str, Any]:
+    """One line of metrics.jsonl. Tokens are counted once, whatever the layout; `mfu` where it is known."""
     record: dict[str, Any] = {
         "step": result.step,
         "loss": result.loss,
@@ -27,9 +27,12 @@ def step_record(result: StepResult) -> dict[str, Any]:
         "step_time_s": round(result.step_time_s, 6),
         "tokens_per_second": round(result.tokens / result.step_time_s, 3) if result.step_time_s > 0 else 0.0,
         "peak_memory_bytes": result.peak_memory_bytes,
+        "padding": round(result.padding, 6),
         "rows_seen": list(result.rows_seen),
         **result.metrics,
     }
+    if mfu is not None:
+        record["mfu"] = round(mfu, 6)
     if result.loss_scale is not None:
         record["loss_scale"] = result.loss_scale
     if result.skipped:
@@ -124,10 +127,10 @@ class Console:
         if self.enabled:
             say(text, sys.stdout)
 
-    def step(self, result: StepResult) -> None:
+    def step(self, result: StepResult, mfu: float | None = None) -> None:
         """The line of one step."""
         self._ends.append(time.perf_counter())
-        self.say(step_line(result, self.total, self._eta(result.step)))
+        self.say(step_line(result, self.total, self._eta(result.step), mfu))
 
     def _eta(self, step: int) -> float | None:
         """Seconds to the end at the pace of the last steps; the first step warms up and does not count."""
@@ -137,8 +140,8 @@ class Console:
         return max(self.total - step, 0) * pace
 
 
-def step_line(result: StepResult, total: int | None, eta: float | None) -> str:
-    """step/total and per cent, loss, grad norm, lr, tokens/s, memory, time left."""
+def step_line(result: StepResult, total: int | None, eta: float | None, mfu: float | None = None) -> str:
+    """step/total and per cent, loss, grad norm, lr, tokens/s, MFU where it is known, padding, memory, time left."""
     width = len(str(total or 0))
     head = f"step {result.step:>{width}}/{total} {result.step / total:>4.0%}" if total else f"step {result.step}"
     speed = result.tokens / result.step_time_s if result.step_time_s > 0 else 0.0
@@ -148,6 +151,8 @@ def step_line(result: StepResult, total: int | None, eta: float | None) -> str:
         f"grad norm {result.grad_norm:.3f}",
         f"lr {result.lr:.2e}",
         f"{speed:,.0f} tok/s",
+        *([] if mfu is None else [f"mfu {mfu:.1%}"]),
+        *([f"pad {result.padding:.0%}"] if result.padding >= 0.005 else []),
         f"mem {result.peak_memory_bytes / 2**30:.2f} GiB",
     ]
     if result.loss_scale is not None:

@@ -30,6 +30,7 @@ class Tracer:
         self._recorder: Recorder | None = None
         self._offset = (0, 0)
         self._tokens: list[int] = []
+        self.written = False  # the files of all ranks
 
     def begin(self, done: int) -> None:
         """Say which of the asked steps this start does not do, as `done` steps are done."""
@@ -74,6 +75,7 @@ class Tracer:
         if failed:
             self.console.say(f"notice: the trace of steps {steps} is lost: {failed[0]}")
         else:
+            self.written = True
             self.console.say(f"trace of steps {steps}: {target}; `hybrid5d trace {self.folder.path}` draws it")
 
     def _document(self, recorder: Recorder, start: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from hybrid5d.train.resuming import DATA, Source
 from hybrid5d.train.run_folder import CHECKPOINTS, EVALS, HF, METRICS, RunFolder
 from hybrid5d.train.saver import Saver, TrainingError
 from hybrid5d.train.tracing import Tracer
+from hybrid5d.train.utilization import Utilization, device_hardware, memory_line
 
 if TYPE_CHECKING:
     from hybrid5d.engine.engine import Engine
@@ -105,6 +106,8 @@ class Trainer:
         self.first = engine.ctx.rank == 0
         self.runner = engine.plan.config.runner
         self.console = Console(self.first, loader.total_steps)
+        self.utilization = Utilization(engine.plan, device_hardware(engine.device))
+        self._most_memory = 0
         self.start_step = engine.global_step
         self.tracer = Tracer(engine, folder, self.console)
         self.saver = Saver(engine, folder / CHECKPOINTS, self.console, note, self._track)
@@ -160,6 +163,7 @@ class Trainer:
 
     def _step(self, step: int) -> StepResult:
         result = self._train(step)
+        self._most_memory = max(self._most_memory, result.peak_memory_bytes)
         done, every = self.done, self.runner.check_replicas_every
         saves = self.runner.save_interval > 0 and done % self.runner.save_interval == 0
         if every > 0 and (saves or done % every == 0):
@@ -185,13 +189,14 @@ class Trainer:
         self.note(f"step {step + 1}")
         batch = self.loader.step(step)
         result = self.tracer.train_batch(step + 1, batch)
-        self._log(result)
-        self.console.step(result)
+        mfu = self.utilization.mfu(result)
+        self._log(result, mfu)
+        self.console.step(result, mfu)
         return result
 
-    def _log(self, result: StepResult) -> None:
+    def _log(self, result: StepResult, mfu: float | None = None) -> None:
         """A line of metrics.jsonl; numbers that are not finite end the run, or are said: `runner.on_nonfinite`."""
-        record = step_record(result)
+        record = step_record(result, mfu)
         if self._metrics is not None:
             self._metrics.write(record)
         self._track(result.step, "train", record)
@@ -330,4 +335,4 @@ class Trainer:
         line = f"done: {step} steps, loss {loss:.4f}, {duration(seconds)}{rate}"
         if len(self._evaluations) > 1 and (change := self._evaluations[-1].since(self._evaluations[0])):
             line += f"\n{change}"
-        return line
+        return f"{line}\n{memory_line(self.engine.plan, self._most_memory, self.engine.device)}"

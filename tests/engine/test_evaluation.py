@@ -64,15 +64,22 @@ def _same_rows_rank(rank: int, layout: Layout, folder: str, rows: list[Document]
     engine = build_engine(layout, Recipe(lr=0.0), folder, len(rows))
     batch = step_batch(rows, layout.dp, engine.ctx.dp.rank, layout.micro)
     trained = engine.train_batch(batch)
-    return trained.loss, engine.eval_batch(batch).loss
+    lengths = [[sum(map(len, row)) for row in mb] for mb in batch.micro_batches]
+    return trained.loss, engine.eval_batch(batch).loss, trained.padding, lengths
 
 
 @pytest.mark.parametrize("layout", [Layout(micro=2), Layout(pp=2, micro=2), Layout(cp=2), Layout(dp=2)], ids=str)
 def test_evaluation_equals_training_loss(layout: Layout, folders: dict[str, Path]) -> None:
-    for trained, evaluated in run_ranks(
-        layout.world, _same_rows_rank, layout, str(folders["llama"]), make_rows(8, 16, 101)
-    ):
+    """And padding is counted: rows of a micro-batch are as long as its longest, up to a multiple of 2 cp (zigzag)."""
+    results = run_ranks(layout.world, _same_rows_rank, layout, str(folders["llama"]), make_rows(8, 16, 101))
+    step = 2 * layout.cp if layout.cp > 1 else 1
+    dealt = [lengths for *_, lengths in results[: layout.dp]]  # ranks of one tp, cp and pp place come first
+    places = sum(len(mb) * -(-max(mb) // step) * step for lengths in dealt for mb in lengths)
+    real = sum(n for lengths in dealt for mb in lengths for n in mb)
+    assert layout.dp > 1 or places > real
+    for trained, evaluated, padding, _ in results:
         assert abs(trained - evaluated) < 1e-6
+        assert padding == pytest.approx(1 - real / places, abs=1e-12)
 
 
 def _logprob_rank(rank: int, layout: Layout, folder: str, rows: list[Document]) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybrid5d.errors import ConfigErrors
-from hybrid5d.plan.hardware import load_hardware
+from hybrid5d.plan.hardware import hardware_of, load_hardware
 
 WHOLE = {
     "peak_tflops": "{bf16: 10, fp16: 10, fp32: 5}", "best_matmul": "0.8", "memory_gib": "24", "memory_tbps": "1",
@@ -63,3 +63,17 @@ def test_all_faults_at_once_and_no_mapping(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("[1, 2]")
     with pytest.raises(ConfigErrors, match=r"list\.yaml"):
         load_hardware(str(tmp_path / "list.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("card", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H200", "h200"),
+        ("Tesla V100", None),
+    ],
+)
+def test_a_card_by_the_name_that_its_driver_gives(card: str, name: str | None) -> None:
+    found = hardware_of(card)
+    assert (found and found.name) == name

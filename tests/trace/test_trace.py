@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hybrid5d.launch.run import measured_bubble
 from hybrid5d.plan.layout import ParallelLayout
 from hybrid5d.trace.files import axis_of, read_trace
 from hybrid5d.trace.pieces import KINDS, pieces_of
@@ -273,6 +274,8 @@ def test_a_run_from_yaml_to_page(tmp_path: Path) -> None:
     steps = metrics(folder)[1:3]
     assert found["step_seconds"] == pytest.approx(sum(s["step_time_s"] for s in steps) / 2, rel=0.05)
     assert found["bubble"]["planned"] == pytest.approx(1 / 9)
+    assert f"bubble {found['bubble']['measured']:.1%} measured; the schedule's is 11.1%" in str(measured_bubble(folder))
+    assert str(measured_bubble(tmp_path)).startswith("notice: the trace was not read: ")
     said, _ = run_ranks(2, _train, 2, str(path), (PP2, asked, "runner.max_steps=5", "runner.resume_dir=auto"))
     assert [line for line in said if "this start begins after step 4: nothing is traced" in line]
     assert read_trace(folder).tokens.keys() == {2, 3}

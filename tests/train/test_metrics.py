@@ -28,8 +28,9 @@ def test_a_step_is_one_object_with_tokens_counted_once() -> None:
     record = step_record(result())
     assert set(record) == {
         "step", "loss", "grad_norm", "lr", "valid_tokens", "tokens", "step_time_s", "tokens_per_second",
-        "peak_memory_bytes", "rows_seen",
+        "peak_memory_bytes", "rows_seen", "padding",
     }  # fmt: skip
+    assert step_record(result(), 0.41)["mfu"] == 0.41
     assert record["tokens_per_second"] == 200.0 and record["rows_seen"] == [4, 1]
     assert step_record(result(skipped=True))["skipped"] is True
 
@@ -46,6 +47,7 @@ def test_the_console_line() -> None:
     line = step_line(result(), 200, 75.2)
     assert line == "step   3/200   2%  loss 2.5000  grad norm 0.750  lr 1.00e-03  200 tok/s  mem 1.00 GiB  eta 1:15"
     assert step_line(result(), None, None).startswith("step 3  loss")
+    assert "  200 tok/s  mfu 41.3%  pad 7%  mem" in step_line(result(padding=0.071), None, None, 0.4131)
     assert "skipped" in step_line(result(skipped=True), 9, None)
     assert [duration(s) for s in (0.4, 59.6, 3599, 7385)] == ["0:00", "1:00", "59:59", "2:03:05"]
 
