@@ -57,7 +57,7 @@ def installed(name):
         return False
 
 
-QUICK = {"torch-zero1", "deepspeed-1f1b"}
+QUICK = {"torch-zero1"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(p, marks=() if p in QUICK else pytest.mark.full) for p in PEERS])

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 ENV = dict(os.environ, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
 
@@ -22,6 +24,7 @@ def test_example():
     assert "rank 0: 256 of 1024 tokens, from 0 to 1023" in "\n".join(lines)
 
 
+@pytest.mark.full
 def test_benchmark():
     out = run(sys.executable, "benchmarks/attention.py", "--lengths", "256", "--rounds", "1", "--kv-heads", "2")
     for method in ("single", "ring", "all_gather", "ulysses"):

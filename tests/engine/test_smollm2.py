@@ -119,6 +119,7 @@ def _first_loss(rank: int, layout: Layout, folder: str, rows: list[Document]) ->
     return engine.eval_batch(step_batch(rows, layout.dp, engine.ctx.dp.rank, layout.micro))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pp", [2, 3])
 def test_tied_head_on_the_last_stage_has_the_embeddings_weights(small: Path, pp: int) -> None:
     """The loss before any step is HF's; a head left at random gives about ln(49152) = 10.8."""

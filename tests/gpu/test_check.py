@@ -58,9 +58,8 @@ def test_every_check_names_a_part_that_exists() -> None:
             assert c.gpus == training.ranks == sizes[0] * sizes[1] * sizes[2] * sizes[3]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("fp32", marks=FULL), pytest.param("bf16 packed rows", marks=FULL), "tp2 sp"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["fp32", "bf16 packed rows", "tp2 sp"])
 def test_trainings_on_the_cpu(name: str) -> None:
     (asked,) = [c for c in checks() if c.name == f"training: {name}"]
     outcome = run(asked, asked.gpus)

@@ -192,7 +192,8 @@ def namespaces() -> Iterator[list[str]]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("how", ["cut", pytest.param("stopped", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["cut", "stopped"])
 def test_two_hosts_end_when_one_is_lost(tmp_path: Path, namespaces: list[str], how: str) -> None:
     """The link between them is cut, or one stands still: both ends say so; gloo waits for ten minutes."""
     path, port, ranks = write_run(tmp_path / "a"), str(free_port()), []

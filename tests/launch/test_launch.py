@@ -36,7 +36,11 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "name, words",
-    [("deepspeed", [TP2, f"{TP2[:12]}sequence_parallel=true"]), ("accelerate", []), ("torchrun", [CP2])],
+    [
+        ("deepspeed", [TP2, f"{TP2[:12]}sequence_parallel=true"]),
+        pytest.param("accelerate", [], marks=FULL),
+        pytest.param("torchrun", [CP2], marks=FULL),
+    ],
 )
 def test_every_launcher_gives_the_same_run(one_process: Path, tmp_path: Path, name: str, words: list[str]) -> None:
     """Loss, lr per optimizer step (gas 8 and 4), rows and token counts do not depend on the launcher."""
@@ -102,7 +106,8 @@ def test_a_rank_that_dies_ends_the_job(tmp_path: Path, name: str, fault: str, to
     assert not (tmp_path / "a" / "run" / "result.json").exists()
 
 
-@pytest.mark.parametrize("sig", [pytest.param(signal.SIGTERM, marks=FULL), signal.SIGKILL])
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGKILL])
+@FULL
 def test_ranks_do_not_outlive_the_launcher(tmp_path: Path, sig: signal.Signals) -> None:
     """`timeout deepspeed ...` ends the runner and leaves its inner process and the ranks; ours notice and stop."""
     path = write_run(tmp_path / "a")

@@ -61,7 +61,8 @@ def test_flat_names_leaves() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", ["yaml", pytest.param("data", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("what", ["yaml", "data"])
 def test_two_hosts_with_different_files_end_at_the_start(tmp_path: Path, what: str) -> None:
     """Two starts of one rank each, as `torchrun --nnodes 2` makes them: another lr, or one other token."""
     path = write_run(tmp_path / "a")  # names a data.cache_dir: a cache that both share
