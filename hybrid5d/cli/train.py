@@ -10,6 +10,7 @@ import typer
 from hybrid5d.cli.options import Overrides, Run, refuse
 from hybrid5d.console import say
 from hybrid5d.errors import HybridError
+from hybrid5d.launch.elastic import elastic
 from hybrid5d.launch.preflight import Argv
 from hybrid5d.launch.restart import supervise
 from hybrid5d.launch.start import LAUNCHERS, dry_run, launch
@@ -29,12 +30,18 @@ Restarts = Annotated[
 ]
 
 
+Fits = Annotated[
+    bool,
+    typer.Option("--elastic", help="take the nearest layout that --num-procs, or the GPUs here, can form; same batch"),
+]
+
+
 def train(
     run: Run, overrides: Overrides = None, num_procs: NumProcs = None, launcher: Launcher = None, dry: DryRun = False,
-    restarts: Restarts = None,
+    restarts: Restarts = None, fits: Fits = False,
 ) -> None:  # fmt: skip
     """Train. Exit 0: the run reached its end; 1: it failed; 2: refused; 3: stopped by SIGTERM, all saved."""
-    _start(Argv(run, tuple(overrides or ())), num_procs, launcher, dry, "train", restarts)
+    _start(Argv(run, tuple(overrides or ())), num_procs, launcher, dry, "train", restarts, fits)
 
 
 def evaluate(
@@ -45,16 +52,19 @@ def evaluate(
 
 
 def _start(
-    argv: Argv, num_procs: int | None, launcher: str | None, dry: bool, purpose: Purpose, restarts: int | None = None
-) -> None:
+    argv: Argv, num_procs: int | None, launcher: str | None, dry: bool, purpose: Purpose, restarts: int | None = None,
+    fits: bool = False,
+) -> None:  # fmt: skip
     try:
         if dry and restarts is not None:
             refuse("--dry-run --restarts: a dry run starts nothing that could die. Fix: leave one of them out")
+        if fits and restarts is None:
+            argv, num_procs = elastic(argv, num_procs)
         if dry:
             say(dry_run(argv, num_procs, launcher, purpose), sys.stdout)
             return
         if restarts is not None:
-            code = supervise(argv, num_procs, launcher, restarts)
+            code = supervise(argv, num_procs, launcher, restarts, fits)
         else:
             code = launch(argv, num_procs, launcher, purpose)
     except HybridError as exc:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from hybrid5d.checkpoint.manifest import read_manifest, resolve_resume
 from hybrid5d.console import say
 from hybrid5d.errors import EXIT_REFUSED, EXIT_STOPPED, CheckpointError
+from hybrid5d.launch.elastic import elastic
 from hybrid5d.launch.preflight import Argv
 from hybrid5d.launch.start import checked, launch
 from hybrid5d.train.run_folder import CHECKPOINTS, RunFolder
@@ -40,21 +41,23 @@ class Deaths:
         return None if self.count > self.limit else min(_LONGEST_WAIT, 2.0 ** (self.count - 1))
 
 
-def supervise(argv: Argv, num_procs: int | None, launcher: str | None, restarts: int) -> int:
+def supervise(argv: Argv, num_procs: int | None, launcher: str | None, restarts: int, fits: bool = False) -> int:
     """`launch`, and again after each death, at most `restarts` times in a row without a new whole checkpoint.
 
-    SIGINT, SIGTERM and refusals are not followed by another start, also while it is waited for.
+    SIGINT, SIGTERM and refusals are not followed by another start, also while it is waited for. `fits`: each start
+    takes the layout that the processes of that moment can form (`elastic`).
 
     Raises:
         HybridError: what `launch` raises.
     """
-    plan, starts = checked(argv, num_procs, launcher, "train")[0], 0
+    start, count = elastic(argv, num_procs) if fits else (argv, num_procs)
+    plan, starts = checked(start, count, launcher, "train")[0], 0
     if (interval := plan.config.runner.save_interval) <= 0:
         say(f"notice: runner.save_interval={interval} saves nothing: every start of --restarts {restarts} begins anew")
     folder = RunFolder.of(plan)
     deaths, stopped = Deaths(restarts, newest_whole(folder)), threading.Event()
     while True:
-        code = launch(argv, num_procs, launcher, stopped=stopped)
+        code = launch(start, count, launcher, stopped=stopped)
         if stopped.is_set():
             return code
         newest = newest_whole(folder)
@@ -70,6 +73,7 @@ def supervise(argv: Argv, num_procs: int | None, launcher: str | None, restarts:
         where = "the newest whole checkpoint" if newest is not None else "where it began: there is no whole checkpoint"
         say(f"restart {starts}, in {seconds:g} s, from {where}")
         _sleep(seconds)
+        start, count = elastic(argv, num_procs) if fits else (argv, num_procs)
 
 
 def newest_whole(folder: RunFolder) -> str | None:

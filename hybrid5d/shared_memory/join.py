@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import time
 import warnings
 from typing import Any
@@ -93,12 +94,17 @@ def create(options: Any, _: Any = None) -> SharedMemoryGroup:
     return made
 
 
+_said: set[str] = set()  # why this process's groups went through gloo, each once
+
+
 def create_or_gloo(options: Any, _: Any = None) -> Any:
     """Backend `shm_or_gloo`: shared memory where all ranks of the group share it, else gloo, with a notice why."""
     made = _join(options)
     if not isinstance(made, str):
         return made
-    if options.group_rank == 0:
+    reason = re.sub(r"\d+", "#", made)  # groups of other sizes need other sizes
+    if options.group_rank == 0 and reason not in _said:
+        _said.add(reason)
         warnings.warn(f"collectives go through gloo where shared memory will not do: {made}", stacklevel=2)
     gloo = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout)
     gloo._set_sequence_number_for_group()
