@@ -91,7 +91,7 @@ def model_line(plan: RunPlan) -> str | None:
 
 def flop(count: float) -> str:
     """A number of FLOP with its unit, three digits."""
-    for power, unit in ((15, "PFLOP"), (12, "TFLOP"), (9, "GFLOP"), (6, "MFLOP")):
+    for power, unit in ((15, "PFLOP"), (12, "TFLOP"), (9, "GFLOP"), (6, "MFLOP"), (3, "kFLOP")):
         if count >= 10**power:
             return f"{count / 10**power:.3g} {unit}"
     return f"{count:.3g} FLOP"

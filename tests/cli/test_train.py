@@ -21,7 +21,8 @@ def test_it_reads_the_data_and_starts_and_writes_nothing(tmp_path: Path) -> None
     lines = done.stdout.splitlines()
     assert lines[0] == f"run directory: {tmp_path}/run"
     assert "run on 4 processes: tp 2 x cp 1 x dp 2 x pp 1" in lines[1]
-    assert lines[3].startswith("data: 24 rows") and "3 steps an epoch" in lines[3]
+    assert lines[3].startswith("model: 19,840 parameters, 114 kFLOP a token")
+    assert lines[4].startswith("data: 24 rows") and "3 steps an epoch" in lines[4]
     assert any(line.startswith("evaluation data: 24 rows") for line in lines)
     assert lines[-1] == "dry run: deepspeed would start 4 processes"
     assert {p.name for p in tmp_path.iterdir()} - before == {"cache"}

@@ -55,8 +55,8 @@ def test_no_peak_no_mfu(plan: RunPlan) -> None:
 
 
 def test_numbers_with_units() -> None:
-    assert [flop(x) for x in (5, 2.5e6, 9.876e9, 1.2e13, 3e18)] == [
-        "5 FLOP", "2.5 MFLOP", "9.88 GFLOP", "12 TFLOP", "3e+03 PFLOP",
+    assert [flop(x) for x in (5, 1.14e5, 2.5e6, 9.876e9, 1.2e13, 3e18)] == [
+        "5 FLOP", "114 kFLOP", "2.5 MFLOP", "9.88 GFLOP", "12 TFLOP", "3e+03 PFLOP",
     ]  # fmt: skip
 
 
